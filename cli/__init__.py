@@ -1,0 +1,1 @@
+"""The `droidkv` command; installed as `droidkv.cli`."""
