@@ -12,6 +12,9 @@ __all__ = ["SPLITS", "Item", "Split", "Task", "get_task", "task_names"]
 
 _TASKS: dict[str, str] = {
     "bfcl": "droidkv.tasks.bfcl:BfclTask",
+    "hub": "droidkv.tasks.hub:HubTask",
+    "human_eval": "droidkv.tasks.human_eval:HumanEvalTask",
+    "local": "droidkv.tasks.local:LocalTask",
     "reasoning": "droidkv.tasks.reasoning:ReasoningTask",
     "records": "droidkv.tasks.records:RecordsTask",
 }
