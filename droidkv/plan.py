@@ -12,7 +12,8 @@ from droidkv.errors import PlanError
 Operator = Literal["copy", "stitch"]
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
 
-_PLAN_TEXT = re.compile(r"\[?\s*(\d+)\s*[,:]\s*(\d+)\s*\)?\s*(?:\+\s*(\w+))?")
+# Six digits: Python refuses to read an integer of thousands, and no model has a million layers.
+_PLAN_TEXT = re.compile(r"\[?\s*(\d{1,6})\s*[,:]\s*(\d{1,6})\s*\)?\s*(?:\+\s*(\w+))?")
 
 
 @dataclass(frozen=True, order=True)
