@@ -67,9 +67,15 @@ def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Diff
     for name in sorted(mine.keys() | theirs.keys()):
         left, right = mine.get(name, UNKNOWN), theirs.get(name, UNKNOWN)
         unknown = left is UNKNOWN or right is UNKNOWN
-        if unknown or isinstance(left, bool) != isinstance(right, bool) or left != right:
+        if unknown or not _same(left, right):
             found.append(Difference(name, left, right))
     return found
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
 
 
 def lines(each: Iterable[str]) -> str:

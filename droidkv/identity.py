@@ -80,6 +80,8 @@ class Fingerprint:
             self._check_digest(name, _CONTENT)
         if self.adapter != NONE:
             self._check_digest("adapter", _CONTENT)
+        if self.quantisation is not None and not isinstance(self.quantisation, str):
+            raise IdentityError(f"expected quantisation to be a text, got {self.quantisation!r}")
         for name in ("weight_dtype", "cache_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and dtype not in DTYPE_NAMES:
