@@ -28,6 +28,10 @@ class IdentityError(DroidKVError, ValueError):
     """Two producers that must be the same differ; the message names each differing field."""
 
 
+class LoadError(DroidKVError, ValueError):
+    """A model, its adapter or its tokenizer cannot be had, or its files are damaged."""
+
+
 class TaskError(DroidKVError, ValueError):
     """A task, its data or its options are wrong."""
 
