@@ -9,6 +9,15 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from made_profiles import (
+    fingerprint,
+    item,
+    profile,
+    profiles,
+    record,
+    smooth_profile,
+    stitch,
+)
 
 from droidkv.errors import IdentityError, ProfileError
 from droidkv.plan import ReusePlan, all_plans
@@ -21,15 +30,6 @@ from droidkv.profile import (
     read_profile,
     require_identity,
     write_profile,
-)
-from tests.profiles import (
-    fingerprint,
-    item,
-    profile,
-    profiles,
-    record,
-    smooth_profile,
-    stitch,
 )
 
 

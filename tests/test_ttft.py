@@ -6,30 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from made_profiles import FAST_LOAD, SHAPE
 
-from droidkv.costs import ModelShape, e_bytes, kv_bytes, plan_bytes
+from droidkv.costs import e_bytes, kv_bytes, plan_bytes
 from droidkv.errors import CalibrationError
 from droidkv.plan import ReusePlan, all_plans
 from droidkv.ttft import Calibration, break_even_prefix_tokens, predict_ttft_seconds
 
-SHAPE = ModelShape(4, 64, 4, 2, 16, 128, 512, 4)
 FULL, EMPTY = ReusePlan.of(0, 4), ReusePlan.of(0, 0)
-FAST_LOAD = Calibration(
-    machine="m",
-    device="cpu",
-    dtype="float32",
-    shape_digest=SHAPE.digest,
-    prefix_seconds_per_token=1e-5,
-    prefix_seconds_per_token_squared=1e-9,
-    kv_only_seconds_per_token=1e-6,
-    suffix_seconds_per_token=2e-5,
-    suffix_seconds_per_token_pair=1e-8,
-    seconds_per_layer_call=1e-4,
-    load_seconds_per_byte=1e-12,
-    load_fixed_seconds=1e-3,
-    logits_seconds=3e-4,
-    fixed_seconds=5e-4,
-)
 
 
 def ttft(plan: ReusePlan, n: int = 1000, m: int = 10, **options: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from droidkv.profile import (
     StitchRecord,
     TaskRecord,
 )
+from droidkv.ttft import Calibration
 
 
 def sha(seed: int) -> str:
@@ -46,12 +48,31 @@ def shape(num_layers: int) -> ModelShape:
     return ModelShape(num_layers, 64, 4, 2, 16, 128, 512, 4)
 
 
+SHAPE = shape(4)
+FAST_LOAD = Calibration(
+    machine="m",
+    device="cpu",
+    dtype="float32",
+    shape_digest=SHAPE.digest,
+    prefix_seconds_per_token=1e-5,
+    prefix_seconds_per_token_squared=1e-9,
+    kv_only_seconds_per_token=1e-6,
+    suffix_seconds_per_token=2e-5,
+    suffix_seconds_per_token_pair=1e-8,
+    seconds_per_layer_call=1e-4,
+    load_seconds_per_byte=1e-12,
+    load_fixed_seconds=1e-3,
+    logits_seconds=3e-4,
+    fixed_seconds=5e-4,
+)
+
+
 def item(index: int, full_score: float = 1.0) -> ItemRecord:
     return ItemRecord(f"eval/0/{index}", 100 + index, 10, 3, full_score, 0.25)
 
 
 def record(
-    plan: ReusePlan, scores: list[float | None], kl: float = 0.5, full: float = 1.0
+    plan: ReusePlan, scores: Sequence[float | None], kl: float = 0.5, full: float = 1.0
 ) -> PlanRecord:
     """A plan whose answer agrees exactly where its score is the full one."""
     agrees = tuple(score == full for score in scores)
