@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import zipfile
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
@@ -10,14 +12,12 @@ from droidkv.errors import TaskError, require_extra, unknown_name
 from droidkv.tasks.base import Item, Split, Task
 from droidkv.tasks.hub_specs import HUB_SPECS, HubSpec
 from droidkv.tasks.metrics import best_score, get_metric
+from droidkv.tasks.row_template import Parts, Row
 from droidkv.tasks.rows import (
-    Parts,
-    Row,
     Table,
     answers_of,
     check_max_prefix_characters,
     generate_items,
-    load_table,
     read_table,
 )
 
@@ -116,17 +116,19 @@ class HubTask(Task):
 
 def _load_from_hub(name: str, spec: HubSpec, hub_split: str, revision: str) -> Table:
     datasets = require_extra("datasets", "tasks")
+    hub = require_extra("huggingface_hub", "tasks")
     try:
+        table: Table
         if spec.archive is None:
-            table: Table = datasets.load_dataset(
+            table = datasets.load_dataset(
                 spec.hub_id, spec.config, split=hub_split, revision=revision
             )
-            return table
-        # This repository's own loader is a script, which `datasets` no longer runs.
-        hub = require_extra("huggingface_hub", "tasks")
-        archive = hub.hf_hub_download(
-            spec.hub_id, spec.archive, repo_type="dataset", revision=revision
-        )
+        else:
+            # This repository's own loader is a script, which `datasets` no longer runs.
+            path = hub.hf_hub_download(
+                spec.hub_id, spec.archive, repo_type="dataset", revision=revision
+            )
+            table = datasets.Dataset.from_list(_read_archive(path, spec))
     # Network libraries raise errors of many families; whichever it is, the way out is the same.
     except Exception as error:
         raise TaskError(
@@ -134,4 +136,11 @@ def _load_from_hub(name: str, spec: HubSpec, hub_split: str, revision: str) -> T
             f"there ({type(error).__name__}: {error}). Without a hub, give a local JSONL, JSON, "
             f"CSV or Parquet file with the columns {list(spec.columns)}: option data_files=PATH."
         ) from error
-    return load_table("json", f"zip://{spec.config_file}::{archive}")
+    return table
+
+
+def _read_archive(path: str, spec: HubSpec) -> list[dict[str, object]]:
+    """The needed columns of the configuration's JSONL file in a zip archive."""
+    with zipfile.ZipFile(path) as archive, archive.open(spec.config_file) as lines:
+        rows = [json.loads(line) for line in lines if line.strip()]
+    return [{column: row[column] for column in spec.columns} for row in rows]

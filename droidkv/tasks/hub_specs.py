@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from droidkv.errors import TaskError
 from droidkv.tasks.base import Split
-from droidkv.tasks.rows import Row, RowTemplate
+from droidkv.tasks.row_template import Row, RowTemplate
 
 _PASSAGES_PREFIX = "The following are given passages.\n{context}"
 _PASSAGES_SUFFIX = (

@@ -9,8 +9,8 @@ from typing import ClassVar
 from droidkv.errors import TaskError
 from droidkv.tasks.base import Item, Split, Task
 from droidkv.tasks.metrics import best_score, get_metric
+from droidkv.tasks.row_template import RowTemplate
 from droidkv.tasks.rows import (
-    RowTemplate,
     answers_of,
     check_max_prefix_characters,
     generate_items,
