@@ -1,0 +1,263 @@
+"""From a `ModelRef` to a model that runs, its tokenizer, and who it is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+
+from droidkv.architecture import architecture_settings, rope_settings
+from droidkv.content import (
+    ADAPTER_WEIGHTS,
+    adapter_sha256,
+    check_base,
+    dtype_name,
+    quantisation_of,
+    read_adapter_config,
+    state_sha256,
+    tokenizer_digests,
+    weights_headers,
+    weights_sha256,
+)
+from droidkv.errors import DroidKVError, LoadError, UnsupportedModelError, unknown_name
+from droidkv.identity import NONE, Fingerprint, settings
+from droidkv.jsonio import read_json
+from droidkv.models import DecoderModel, check_supported
+from droidkv.pair import ModelRef, Pair, check_compatible, check_vocabularies
+from droidkv.safetensors_file import read_entries
+from droidkv.sources import adapter_folder, config_folder, model_folder
+from droidkv.tiny import TinySpec, tiny_config, tiny_model, tiny_tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model ready to run.
+
+    Attributes:
+        model: The model, layer by layer.
+        tokenizer: Its Hugging Face tokenizer.
+        fingerprint: Its identity, by content.
+        name: Its name, for people.
+        eos_ids: Tokens that end an answer.
+    """
+
+    model: DecoderModel
+    tokenizer: Any
+    fingerprint: Fingerprint
+    name: str
+    eos_ids: tuple[int, ...]
+
+
+def load_config(ref: ModelRef) -> Any:
+    """The model's configuration; no weights are fetched or read.
+
+    Raises:
+        LoadError: It cannot be had, or is damaged.
+        UnsupportedModelError: Nobody knows such an architecture.
+    """
+    if ref.source == "tiny":
+        return tiny_config(TinySpec.parse(ref.model))
+    folder = config_folder(ref)
+    table = read_json(folder / "config.json", LoadError)
+    kind = table.get("model_type") if isinstance(table, dict) else None
+    if not isinstance(kind, str):
+        raise LoadError(f"{folder}/config.json: expected a table with a text as model_type")
+    if kind not in transformers.CONFIG_MAPPING and not ref.trust_remote_code:
+        raise UnsupportedModelError(
+            f"{ref.name}: expected an architecture that transformers {transformers.__version__} "
+            f"knows, got {kind!r}; install a version that does, or, if you trust the model's own "
+            f"code, say trust_remote_code = true in the pair file"
+        )
+    with _as_load_error(f"{ref.name}: its configuration"):
+        return transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=ref.trust_remote_code
+        )
+
+
+def load_model(
+    ref: ModelRef, dtype: str = "float32", device: str = "cpu", content_hash: bool = True
+) -> LoadedModel:
+    """Load a model, apply its adapter, and take its identity.
+
+    Args:
+        ref: Where it comes from.
+        dtype: `float32`, `bfloat16` or `float16`, of weights and caches.
+        device: A torch device.
+        content_hash: Hash every weight (remembered for unchanged files). False = the cheap
+            identity by file sizes, times and headers, which never equals a content hash.
+
+    Raises:
+        LoadError: A file cannot be had, is damaged, or does not fit the rest.
+        IdentityError: The adapter was trained on another base.
+        UnsupportedModelError: The architecture or the adapter's kind cannot be served.
+        StorageError: A file could not be read or written.
+    """
+    if dtype not in DTYPES:
+        raise LoadError(unknown_name("dtype", dtype, DTYPES))
+    config = load_config(ref)
+    check_supported(config)
+    adapter = NONE
+    if ref.source == "tiny":
+        model = tiny_model(TinySpec.parse(ref.model), DTYPES[dtype], device)
+        weights = state_sha256(model.state_dict())
+        tokenizer = tiny_tokenizer()
+    else:
+        folder = model_folder(ref)
+        weights = weights_sha256(folder) if content_hash else weights_headers(folder)
+        with _as_load_error(f"{ref.name}: its tokenizer"):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=ref.trust_remote_code
+            )
+        model = _read_weights(folder, config, ref, DTYPES[dtype]).to(device)
+    if ref.adapter is not None:
+        adapter_at = adapter_folder(ref)
+        adapter = adapter_sha256(adapter_at)
+        check_base(adapter_at, weights)
+        model = _apply_adapter(model, adapter_at, ref)
+    model.eval()
+    vocabulary, pipeline, added_tokens = tokenizer_digests(tokenizer)
+    fingerprint = Fingerprint(
+        weights=weights,
+        architecture=settings(architecture_settings(config)),
+        rope=settings(rope_settings(config)),
+        vocabulary=vocabulary,
+        tokenizer=pipeline,
+        added_tokens=added_tokens,
+        weight_dtype=dtype_name(model.dtype),
+        cache_dtype=dtype_name(model.dtype),
+        quantisation=quantisation_of(config),
+        adapter=adapter,
+        tensor_parallel=1,
+    )
+    return LoadedModel(
+        DecoderModel(model), tokenizer, fingerprint, ref.name, _eos_ids(model, tokenizer)
+    )
+
+
+def load_pair(
+    pair: Pair, dtype: str = "float32", device: str = "cpu", content_hash: bool = True
+) -> tuple[LoadedModel, LoadedModel]:
+    """Load sender and receiver, after checking that they can share a cache.
+
+    The configurations are compared before any weights are fetched or read.
+
+    Raises:
+        PairError: The two cannot share a cache; names each differing field.
+        LoadError, IdentityError, UnsupportedModelError, StorageError: As `load_model`.
+    """
+    check_pair_configs(pair)
+    sender = load_model(pair.sender, dtype, device, content_hash)
+    receiver = load_model(pair.receiver, dtype, device, content_hash)
+    check_vocabularies(
+        sender.tokenizer.get_vocab(), receiver.tokenizer.get_vocab(), pair.allow_extra_tokens
+    )
+    return sender, receiver
+
+
+def check_pair_configs(pair: Pair) -> None:
+    """Do nothing if both architectures can be served and share a cache. Needs no weights.
+
+    Raises:
+        PairError: The two cannot share a cache; names each differing field.
+        UnsupportedModelError: One of them cannot be served.
+        LoadError: A configuration cannot be had.
+    """
+    sender, receiver = load_config(pair.sender), load_config(pair.receiver)
+    check_supported(sender)
+    check_supported(receiver)
+    check_compatible(sender, receiver, pair.allow_extra_tokens)
+
+
+def _read_weights(folder: Path, config: Any, ref: ModelRef, dtype: torch.dtype) -> Any:
+    with _quiet(), _as_load_error(f"{ref.name}: its weights"):
+        read: Any = transformers.AutoModelForCausalLM.from_pretrained
+        model, report = read(
+            folder,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            attn_implementation="sdpa",
+            trust_remote_code=ref.trust_remote_code,
+        )
+    # transformers fills these with random numbers and goes on.
+    wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    if wrong:
+        raise LoadError(
+            f"{ref.name}: expected all weights of its configuration, but {len(wrong)} are missing "
+            f"or of another shape, such as {', '.join(wrong[:3])}; fetch the model anew"
+        )
+    return model
+
+
+def _apply_adapter(model: Any, folder: Path, ref: ModelRef) -> Any:
+    table = read_adapter_config(folder)
+    kind = table.get("peft_type")
+    if kind != "LORA":
+        raise UnsupportedModelError(
+            f"{folder}: expected an adapter of type LORA, got {kind!r}; others are not served"
+        )
+    if table.get("alora_invocation_tokens"):
+        raise UnsupportedModelError(
+            f"{folder}: expected a LoRA that is always on, got an activated one "
+            f"(alora_invocation_tokens), which merging or plain LoRA would get wrong"
+        )
+    written = {entry.name for entry in read_entries(folder / ADAPTER_WEIGHTS)}
+    hint = (
+        f"it was trained on {table.get('base_model_name_or_path')!r}, here it is on {ref.model!r}"
+    )
+    with warnings.catch_warnings(), _as_load_error(f"{folder}, the adapter ({hint})"):
+        warnings.simplefilter("ignore")  # what PEFT only warns of is checked below
+        tuned = peft.PeftModel.from_pretrained(model, str(folder))
+    wanted = set(peft.get_peft_model_state_dict(tuned, save_embedding_layers=False))
+    if wrong := sorted(wanted ^ written):
+        raise LoadError(
+            f"{folder}: expected the adapter's tensors to fit the model one by one, but "
+            f"{len(wrong)} do not, such as {', '.join(wrong[:3])}; {hint}"
+        )
+    if ref.apply == "lora":
+        return tuned.get_base_model()
+    return tuned.merge_and_unload()
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    configured = model.generation_config.eos_token_id
+    listed = configured if isinstance(configured, list) else [configured]
+    found = {index for index in [*listed, tokenizer.eos_token_id] if index is not None}
+    return tuple(sorted(found))
+
+
+@contextmanager
+def _as_load_error(what: str) -> Iterator[None]:
+    """Say which file was being read, whatever type of exception the libraries chose."""
+    try:
+        yield
+    except DroidKVError:
+        raise
+    except Exception as cause:
+        text = str(cause).strip()
+        raise LoadError(
+            f"{what}: expected files that can be read, but {type(cause).__name__}: {text[:600]}"
+        ) from cause
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar for each model; the command line has its own."""
+    logging: Any = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
