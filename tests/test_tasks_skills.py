@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.resources
+from typing import Any
+
 import pytest
 
-from droidkv.errors import TaskError
+from droidkv.errors import MissingExtraError, TaskError
 from droidkv.tasks import SPLITS, Task, get_task, task_names
+from droidkv.tasks.calls import call_text, matches
 
-SKILLS = ["records", "reasoning"]
+SKILLS = {"records": "droidkv", "reasoning": "reasoning_gym", "bfcl": "bfcl_eval"}
 
 
 @pytest.fixture(params=SKILLS)
 def task(request: pytest.FixtureRequest) -> Task:
-    if request.param == "reasoning":
-        pytest.importorskip("reasoning_gym")
+    pytest.importorskip(SKILLS[request.param])
     return get_task(request.param)
 
 
 def test_names_are_registered() -> None:
-    assert set(SKILLS) <= set(task_names())
+    assert SKILLS.keys() <= set(task_names())
 
 
 def test_unknown_name_and_option_name_the_known() -> None:
@@ -78,3 +81,62 @@ def test_needle_questions_are_answered_by_their_haystack() -> None:
     for item in items:
         fact = item.suffix.removeprefix("Who ").removesuffix("? Reply only with a name.")
         assert f"{item.answer} {fact}" in item.prefix
+
+
+def test_bfcl_functions_do_not_cross_splits_and_questions_name_theirs() -> None:
+    pytest.importorskip("bfcl_eval")
+    task = get_task("bfcl", num_functions=4, questions_per_context=2)
+    functions = {
+        split: {str(item.metadata["function"]) for item in task.items(split, 200)}
+        for split in SPLITS
+    }
+    assert not functions["train"] & functions["eval"]
+    assert not functions["train"] & functions["calibration"]
+    assert not functions["calibration"] & functions["eval"]
+    for item in task.items("eval", 20):
+        assert f"\n{item.metadata['function']}(" in item.prefix
+        assert item.prefix.count("\n") == 4
+        assert item.answer.startswith(f"{item.metadata['function']}(")
+
+
+def test_bfcl_says_how_to_get_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    from droidkv.tasks import bfcl
+
+    def missing(package: str) -> None:
+        raise ModuleNotFoundError(f"No module named {package!r}")
+
+    bfcl._requests.cache_clear()
+    monkeypatch.setattr(importlib.resources, "files", missing)
+    with pytest.raises(MissingExtraError, match="--no-deps bfcl-eval"):
+        get_task("bfcl").items("eval", 1)
+
+
+ALLOWED: dict[str, list[Any]] = {"place": ["New York", "NYC"], "days": [3], "unit": ["km", ""]}
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("f.g(place='New York', days=3)", True),
+        ("f.g('nyc', 3, unit='KM')", True),
+        (" f.g(days=3.0, place='new-york') ", True),
+        ("f.g(place='New York')", False),
+        ("f.g(place='New York', days=True)", False),
+        ("f.g(place='Boston', days=3)", False),
+        ("f.g(place='New York', days=3, more=1)", False),
+        ("f.g('NYC', place='NYC', days=3)", False),
+        ("f.g('NYC', 3, 'km', 1)", False),
+        ("g(place='New York', days=3)", False),
+        ("f.g(place=open('x'), days=3)", False),
+        ("f.g(**{'place': 'NYC'}, days=3)", False),
+        ("f.g(place='New York', days=3", False),
+        ("f.g", False),
+    ],
+)
+def test_call_comparison(text: str, right: bool) -> None:
+    assert matches(text, "f.g", ["place", "days", "unit"], ALLOWED) is right
+
+
+def test_call_text_prefers_what_the_question_says() -> None:
+    assert call_text("f.g", ALLOWED) == "f.g(place='New York', days=3)"
+    assert call_text("f.g", ALLOWED, "from NYC") == "f.g(place='NYC', days=3)"
