@@ -190,3 +190,12 @@ def agreement_rate(agrees: Sequence[bool], z: float = 1.959964) -> Rate:
 def above_floor(loss: float, floor: float) -> float:
     """The loss, or 0 where it is below the noise floor: what an exact plan loses is no loss."""
     return 0.0 if loss < floor else loss
+
+
+def unseen_share(num_items: int, confidence: float = CONFIDENCE) -> float:
+    """Largest share of items a plan may spoil although none of `num_items` was spoiled.
+
+    The exact form of the rule of three: about 3 / n. A bootstrap of equal values has no width and
+    would hide this.
+    """
+    return 1.0 - math.exp(math.log(1 - confidence) / num_items)

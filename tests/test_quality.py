@@ -13,6 +13,7 @@ from droidkv.quality import (
     bootstrap_interval,
     resample_weights,
     score_loss,
+    unseen_share,
 )
 
 scores = st.lists(st.floats(0, 1), min_size=1, max_size=20)
@@ -130,3 +131,9 @@ def test_a_loss_below_the_floor_is_zero() -> None:
     assert above_floor(-0.3, floor=0.0) == 0.0
     assert above_floor(0.25, floor=1e-6) == 0.25
     assert above_floor(1e-6, floor=1e-6) == 1e-6
+
+
+def test_unseen_share_is_what_would_go_unseen_one_time_in_twenty() -> None:
+    for n in (1, 8, 59, 300):
+        assert (1 - unseen_share(n)) ** n == pytest.approx(0.05)
+    assert unseen_share(300) == pytest.approx(3 / 300, rel=0.01)

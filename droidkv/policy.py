@@ -1,0 +1,174 @@
+"""Which plan to run: the cheapest good enough one, the best one fast enough, or none at all.
+
+Pure: the same profile, limits and calibration give the same choice. A plan is chosen as the best
+of many on the profile's own items, so its loss elsewhere tends to be a little larger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable
+
+from droidkv.choice import Bound, Choice
+from droidkv.errors import CalibrationError, ProfileError
+from droidkv.frontier import Measurement, cheapest_within, interval_allows
+from droidkv.objectives import Cost, Objective, Workload, measure, plan_cost
+from droidkv.plan import OPERATORS, Operator, ReusePlan
+from droidkv.profile import Profile
+from droidkv.quality import Interval, unseen_share
+from droidkv.ttft import Calibration, Order, break_even_prefix_tokens
+
+__all__ = ["DEFAULT_MAX_LOSS", "Choice", "pick"]
+
+DEFAULT_MAX_LOSS = 5.0
+
+
+def pick(
+    profile: Profile,
+    max_loss: float = DEFAULT_MAX_LOSS,
+    slo_ttft_seconds: float | None = None,
+    bandwidth_bytes_per_second: float | None = None,
+    prefix_tokens: int | None = None,
+    suffix_tokens: int | None = None,
+    calibration: Calibration | None = None,
+    operators: Collection[Operator] = OPERATORS,
+    objective: Objective = "score",
+    order: Order = "overlap",
+) -> Choice:
+    """Choose the plan to run for a request.
+
+    Without an SLO it is the cheapest plan whose loss is within `max_loss`; with one it is the plan
+    of least loss among those within both limits, or, where none is, the fastest within `max_loss`.
+    Cheap means predicted seconds where there is a calibration, recomputed layers where there is
+    none. The receiver's own full prefill loses nothing by definition and is always a candidate; a
+    plan predicted slower than it is never one.
+
+    Args:
+        profile: The profile of the pair.
+        max_loss: Largest loss, in the objective's unit; for `score` percent of the full score.
+        slo_ttft_seconds: Longest time to the first token.
+        bandwidth_bytes_per_second: The link the cache comes over; None = the calibrated load.
+        prefix_tokens: Tokens both models share; None = as the profile's items on average.
+        suffix_tokens: Tokens only the receiver sees; None = as the profile's items on average.
+        calibration: The machine; needed for an SLO or a bandwidth.
+        operators: Families of plans that may be chosen.
+        objective: What loss is.
+        order: How load and compute are arranged.
+
+    Raises:
+        ProfileError: A limit is impossible, or see `measure`.
+        CalibrationError: An SLO or a bandwidth without a calibration, or one of another shape.
+    """
+    _check_limits(max_loss, slo_ttft_seconds, bandwidth_bytes_per_second, calibration)
+    mean = Workload.of_items(profile)
+    workload = Workload(
+        mean.prefix_tokens if prefix_tokens is None else prefix_tokens,
+        mean.suffix_tokens if suffix_tokens is None else suffix_tokens,
+        calibration,
+        bandwidth_bytes_per_second,
+        order,
+    )
+    if workload.prefix_tokens < 1 or workload.suffix_tokens < 1:
+        raise ProfileError(
+            f"expected a prefix and a suffix of at least 1 token, got {workload.prefix_tokens} "
+            f"and {workload.suffix_tokens}"
+        )
+    cost: Cost = "layers" if calibration is None else "ttft"
+    full = _full_prefill(profile, cost, workload)
+    reuse = [
+        point
+        for point in measure(profile, objective, cost, workload, operators)
+        if point.plan != full.plan
+    ]
+    good_reuse = cheapest_within(reuse, max_loss)
+    candidates = [full, *(point for point in reuse if point.cost < full.cost)]
+    cheapest = cheapest_within(candidates, max_loss) or full
+    chosen, fast_reuse = cheapest, None
+    bound_by = _bound_by(cheapest, full, reuse, good_reuse)
+    if slo_ttft_seconds is not None:
+        in_time = [point for point in candidates if point.cost <= slo_ttft_seconds]
+        fast_reuse = _least_loss(in_time)
+        if fast_reuse is not None and fast_reuse.loss <= max_loss:
+            chosen = fast_reuse
+            bound_by = "nothing" if chosen == _least_loss(candidates) else "slo_ttft"
+            fast_reuse = None
+        else:
+            bound_by = "slo_ttft"
+    choice = Choice(
+        chosen=chosen,
+        full=full,
+        objective=objective,
+        max_loss=max_loss,
+        slo_ttft_seconds=slo_ttft_seconds,
+        workload=workload,
+        bound_by=bound_by,
+        claim_holds=chosen == full or _claim_holds(chosen, objective, max_loss),
+        good_reuse=good_reuse,
+        fast_reuse=fast_reuse,
+        break_even_prefix_tokens=None,
+    )
+    weighed = chosen if choice.reuses else good_reuse
+    if calibration is None or weighed is None:
+        return choice
+    break_even = break_even_prefix_tokens(
+        profile.shape,
+        weighed.plan,
+        workload.suffix_tokens,
+        calibration,
+        bandwidth_bytes_per_second,
+        order,
+        profile.stitch.rank if profile.stitch else 0,
+    )
+    return dataclasses.replace(choice, break_even_prefix_tokens=break_even)
+
+
+def _check_limits(
+    max_loss: float, slo: float | None, bandwidth: float | None, calibration: Calibration | None
+) -> None:
+    if not 0 <= max_loss < float("inf"):
+        raise ProfileError(f"expected a largest loss >= 0, got {max_loss}")
+    if slo is not None and not slo > 0:
+        raise ProfileError(f"expected an SLO > 0 seconds, got {slo}")
+    if calibration is None and (slo is not None or bandwidth is not None):
+        raise CalibrationError(
+            "expected a calibration, since an SLO or a bandwidth needs predicted seconds; "
+            "run `droidkv calibrate` first"
+        )
+
+
+def _full_prefill(profile: Profile, cost: Cost, workload: Workload) -> Measurement:
+    plan = ReusePlan.of(0, profile.num_layers)
+    return Measurement(
+        plan=plan,
+        cost=plan_cost(profile, plan, cost, workload),
+        loss=0.0,
+        tie_break=0.0,
+        interval=Interval(0.0, 0.0),
+        num_items=profile.num_items,
+    )
+
+
+def _least_loss(points: Iterable[Measurement]) -> Measurement | None:
+    return min(points, key=lambda p: (p.loss, p.cost, p.tie_break, p.plan), default=None)
+
+
+def _bound_by(
+    cheapest: Measurement,
+    full: Measurement,
+    reuse: list[Measurement],
+    good_reuse: Measurement | None,
+) -> Bound:
+    faster = any(point.cost < cheapest.cost for point in reuse)
+    if cheapest == full and reuse and (good_reuse is not None or not faster):
+        return "break_even"
+    return "max_loss" if faster else "nothing"
+
+
+def _claim_holds(chosen: Measurement, objective: Objective, max_loss: float) -> bool:
+    if not interval_allows(chosen, max_loss):
+        return False
+    # Items that all lose the same give a bootstrap interval without width, however few they are.
+    no_width = chosen.interval.low == chosen.interval.high
+    return not (
+        objective == "score" and no_width and 100 * unseen_share(chosen.num_items) > max_loss
+    )
