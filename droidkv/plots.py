@@ -1,0 +1,243 @@
+"""Plots of a profile as PNG files. Draws on figures of its own; no global state of matplotlib."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from droidkv.errors import ProfileError, require_extra
+from droidkv.frontier import Measurement, pareto_front
+from droidkv.jsonio import replacing
+from droidkv.objectives import (
+    COST_LABELS,
+    OBJECTIVE_LABELS,
+    Cost,
+    Objective,
+    Workload,
+    measure,
+)
+from droidkv.plan import Operator, ReusePlan
+from droidkv.profile import Profile
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, told apart by colour-blind readers too.
+COLOURS: dict[Operator, str] = {"copy": "#0072B2", "stitch": "#D55E00"}
+GREY = "#BBBBBB"
+# Losses that span orders of magnitude; linear below this, so that zero has a place.
+LINEAR_BELOW: dict[Objective, float] = {"kl": 1e-4, "nll": 1e-4}
+
+
+def plot_frontier(
+    profile: Profile,
+    path: str | os.PathLike[str],
+    objective: Objective = "score",
+    cost: Cost = "layers",
+    workload: Workload | None = None,
+) -> Figure:
+    """Loss against cost: dominated plans grey, the frontier with its intervals, baselines named.
+
+    Each family has its own frontier and colour, so that copying and stitching can be compared.
+
+    Args:
+        profile: The profile.
+        path: The PNG file to write.
+        objective: What the loss is.
+        cost: What the cost is.
+        workload: The request whose cost it is; None = as long as the items are on average.
+
+    Returns:
+        The figure that was written.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        StorageError: The file could not be written.
+        ProfileError: See `droidkv.objectives.measure`.
+    """
+    figure = _new_figure(7.0, 4.5)
+    axes = figure.add_subplot()
+    points = measure(profile, objective, cost, workload)
+    if not points:
+        raise ProfileError(
+            f"expected measurements to draw, but this profile of {profile.pair!r} has none"
+        )
+    fronts = {
+        operator: pareto_front(measure(profile, objective, cost, workload, [operator]))
+        for operator in COLOURS
+        if operator == "copy" or any(p.plan.operator == operator for p in points)
+    }
+    on_front = {point.plan for front in fronts.values() for point in front}
+    dominated = [point for point in points if point.plan not in on_front]
+    axes.scatter(
+        [p.cost for p in dominated],
+        [p.loss for p in dominated],
+        s=9,
+        color=GREY,
+        label=f"dominated ({len(dominated)})",
+        zorder=1,
+    )
+    for operator, front in fronts.items():
+        axes.errorbar(
+            [p.cost for p in front],
+            [p.loss for p in front],
+            yerr=_error_bars(front),
+            color=COLOURS[operator],
+            marker="o",
+            markersize=4,
+            linewidth=1,
+            drawstyle="steps-post",  # between two plans there is no third
+            capsize=2,
+            label=f"{operator} frontier",
+            zorder=2,
+        )
+    baselines = {
+        ReusePlan.of(0, 0): "full reuse",
+        ReusePlan.of(0, profile.num_layers): "full prefill",
+    }
+    middle = (min(p.cost for p in points) + max(p.cost for p in points)) / 2
+    for point in points:
+        if point.plan in baselines:
+            right = point.cost > middle  # write towards the middle, not over the edge
+            axes.plot([point.cost], [point.loss], "ks", markersize=6, zorder=3)
+            axes.annotate(
+                baselines[point.plan],
+                (point.cost, point.loss),
+                xytext=(-6 if right else 6, 6),
+                textcoords="offset points",
+                horizontalalignment="right" if right else "left",
+            )
+    if objective in LINEAR_BELOW:
+        axes.set_yscale("symlog", linthresh=LINEAR_BELOW[objective])
+    axes.set_xlabel(COST_LABELS[cost])
+    axes.set_ylabel(OBJECTIVE_LABELS[objective])
+    axes.set_title(_title(profile))
+    axes.legend(frameon=False)
+    return _write(figure, path)
+
+
+def plot_heat_map(
+    profile: Profile,
+    path: str | os.PathLike[str],
+    operator: Operator = "copy",
+    objective: Objective = "kl",
+) -> Figure:
+    """Loss of every group by its start and its stop, for one family.
+
+    Args:
+        profile: The profile.
+        path: The PNG file to write.
+        operator: The family; groups that start at layer 0 read no E and belong to both.
+        objective: What the loss is.
+
+    Returns:
+        The figure that was written.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        StorageError: The file could not be written.
+        ProfileError: The profile has no plan of the family, or see `measure`.
+    """
+    losses = np.full((profile.num_layers, profile.num_layers), np.nan)
+    num_family = 0
+    for point in measure(profile, objective, operators=[operator]):
+        if point.plan.num_recomputed:
+            losses[point.plan.group.start, point.plan.group.stop - 1] = point.loss
+            num_family += point.plan.operator == operator
+    if not num_family:
+        raise ProfileError(
+            f"expected plans with the operator {operator!r}, but this profile of {profile.pair!r} "
+            f"has none; profile the pair with them"
+        )
+    figure = _new_figure(6.0, 5.0)
+    axes = figure.add_subplot()
+    norm = None
+    if objective in LINEAR_BELOW:
+        colors = require_extra("matplotlib.colors", "plots")
+        low = LINEAR_BELOW[objective]
+        norm = colors.LogNorm(low, max(float(np.nanmax(losses)), 10 * low), clip=True)
+    # A cell is the group from its row's layer up to, not including, its column's stop.
+    border = profile.num_layers + 0.5
+    image = axes.imshow(
+        losses,
+        norm=norm,
+        cmap="viridis_r",
+        extent=(0.5, border, profile.num_layers - 0.5, -0.5),
+        interpolation="nearest",
+    )
+    figure.colorbar(image, label=OBJECTIVE_LABELS[objective])
+    axes.set_xlabel("stop of the recomputed group")
+    axes.set_ylabel("start of the recomputed group")
+    axes.set_title(f"{_title(profile)}, {operator}")
+    return _write(figure, path)
+
+
+def plot_critical_layers(
+    reuse_one: Sequence[float],
+    recompute_one: Sequence[float],
+    path: str | os.PathLike[str],
+    title: str = "",
+    label: str = OBJECTIVE_LABELS["kl"],
+) -> Figure:
+    """Two bar charts by layer: what reusing it alone costs, what recomputing it alone leaves.
+
+    Args:
+        reuse_one: Loss when only this layer's KV is the sender's, one per layer.
+        recompute_one: Loss when only this layer's KV is the receiver's, one per layer.
+        path: The PNG file to write.
+        title: Title of the figure.
+        label: What the loss is.
+
+    Returns:
+        The figure that was written.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        StorageError: The file could not be written.
+        ProfileError: The lists are of different lengths.
+    """
+    if len(reuse_one) != len(recompute_one):
+        raise ProfileError(
+            f"expected both probes to have one loss per layer, got {len(reuse_one)} and "
+            f"{len(recompute_one)}"
+        )
+    figure = _new_figure(8.0, 5.0)
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    for axes, losses, name, colour in (
+        (upper, reuse_one, "only this layer is reused", COLOURS["stitch"]),
+        (lower, recompute_one, "only this layer is recomputed", COLOURS["copy"]),
+    ):
+        axes.bar(range(len(losses)), losses, color=colour)
+        axes.set_title(name, fontsize=9)
+    lower.set_xlabel("layer")
+    figure.supylabel(label, fontsize=9)
+    figure.suptitle(title)
+    return _write(figure, path)
+
+
+def _new_figure(width: float, height: float) -> Any:
+    # A bare Figure draws with Agg and is known to no window system, unlike pyplot's.
+    figure = require_extra("matplotlib.figure", "plots")
+    return figure.Figure(figsize=(width, height), layout="constrained")
+
+
+def _error_bars(front: Sequence[Measurement]) -> list[list[float]]:
+    # The noise floor may have moved a loss to the border of its interval or past it.
+    below = [max(0.0, p.loss - p.interval.low) for p in front]
+    above = [max(0.0, p.interval.high - p.loss) for p in front]
+    return [below, above]
+
+
+def _title(profile: Profile) -> str:
+    return f"{profile.pair} on {profile.task.name} (n = {profile.num_items})"
+
+
+def _write(figure: Any, path: str | os.PathLike[str]) -> Figure:
+    with replacing(path) as temporary:
+        # Without the version of matplotlib, so that the same profile gives the same file.
+        figure.savefig(temporary, format="png", dpi=120, metadata={"Software": None})
+    written: Figure = figure
+    return written
