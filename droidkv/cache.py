@@ -1,4 +1,4 @@
-"""KV and E caches as plain tensors: where tokens stand, what a sender captured, what a receiver reads."""
+"""KV and E caches as plain tensors, and where their tokens stand."""
 
 from __future__ import annotations
 

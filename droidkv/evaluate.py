@@ -16,8 +16,11 @@ from droidkv.cache import CapturedCache
 from droidkv.errors import PlanError
 from droidkv.models import DecoderModel
 from droidkv.plan import ReusePlan
-from droidkv.prefill import forward_suffix, full_prefill, generate, partial_prefill
+from droidkv.prefill import Context, forward_suffix, full_prefill, generate, partial_prefill
 from droidkv.stitch import StitchMap
+
+# Plans decoded side by side: each holds a cache of its own.
+PLANS_PER_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def compare(hidden: Tensor, receiver: DecoderModel, item: TokenItem) -> list[Tea
     # The logits of a few plans at a time: about 64 MB for a vocabulary of 49,152.
     plans_per_call = max(1, 2**24 // full.numel())
     results: list[TeacherForced] = []
-    for part in hidden[:, -len(answer) :].split(plans_per_call):
+    for part in torch.split(hidden[:, -len(answer) :], plans_per_call):
         log_probs = receiver.logits(part).float().log_softmax(dim=-1)
         kl = (full.exp() * (full - log_probs)).sum(dim=-1).mean(dim=-1)
         nll = -log_probs.gather(-1, answer.expand(len(part), -1)[..., None])[..., 0].mean(dim=-1)
@@ -132,15 +135,35 @@ def evaluate_plan(
     return compare(forward_suffix(receiver, context, item.forced_ids), receiver, item)[0]
 
 
-def decode_plan(
+def decode_plans(
     receiver: DecoderModel,
     captured: CapturedCache,
-    item: TokenItem,
-    plan: ReusePlan,
+    prefix_ids: Tensor,
+    suffix_ids: Tensor,
+    plans: Sequence[ReusePlan],
     max_new_tokens: int,
     eos_ids: Collection[int],
     stitch: StitchMap | None = None,
-) -> list[int]:
-    """Decode one plan's own greedy answer, which a diverging plan's score needs."""
-    context = partial_prefill(receiver, item.prefix_ids[None], captured, plan, stitch)
-    return generate(receiver, context, item.suffix_ids[None], max_new_tokens, eos_ids)[0]
+) -> list[list[int]]:
+    """Decode each plan's own greedy answer, several plans side by side as one batch.
+
+    Args:
+        receiver: The model that answers.
+        captured: The sender's cache of the prefix, with the E that the plans need.
+        prefix_ids: `[num_prefix]`.
+        suffix_ids: `[num_suffix]`.
+        plans: Whose answers.
+        max_new_tokens: Longest answer.
+        eos_ids: Tokens that end one.
+        stitch: The pair's map, if a plan stitches.
+    """
+    answers: list[list[int]] = []
+    for first in range(0, len(plans), PLANS_PER_BATCH):
+        contexts = [
+            partial_prefill(receiver, prefix_ids[None], captured, plan, stitch)
+            for plan in plans[first : first + PLANS_PER_BATCH]
+        ]
+        suffixes = suffix_ids.expand(len(contexts), -1)
+        context = Context.batch(contexts)
+        answers += generate(receiver, context, suffixes, max_new_tokens, eos_ids)
+    return answers

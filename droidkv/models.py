@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from droidkv.cache import TokenAxis
 from droidkv.costs import ModelShape
@@ -79,9 +79,9 @@ class DecoderModel:
         UnsupportedModelError: The architecture, its attention kernel or its mode cannot be served.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model: Any = model
-        self.config: Any = model.config
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.config = model.config
         check_supported(self.config)
         if model.training:
             raise UnsupportedModelError(
@@ -220,4 +220,3 @@ def _layer_types(config: Any) -> list[str]:
     if SUPPORTED[config.model_type] == "layer_types":
         return list(config.layer_types)
     return ["full_attention"] * int(config.num_hidden_layers)
-

@@ -1,8 +1,8 @@
-"""The receiver's side: recompute one layer group over the prefix, then answer on the mixed cache."""
+"""The receiver's side: recompute one group over the prefix, then answer on the mixed cache."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,19 @@ class Context:
     def fork(self) -> Context:
         """The same context, to answer on more than once; no tensor is copied."""
         return Context(self.cache.fork(), self.axis)
+
+    @classmethod
+    def batch(cls, contexts: Sequence[Context]) -> Context:
+        """Contexts of equal length as rows of one batch."""
+        layers = range(len(contexts[0].cache.keys))
+        rows = [[context.cache.layer(layer) for context in contexts] for layer in layers]
+        return cls(
+            KVCache(
+                [torch.cat([keys for keys, _ in row]) for row in rows],
+                [torch.cat([values for _, values in row]) for row in rows],
+            ),
+            TokenAxis(torch.cat([context.axis.positions for context in contexts])),
+        )
 
 
 @torch.no_grad()

@@ -55,7 +55,8 @@ class StitchMap:
         """
         if start not in self.down:
             raise StitchError(
-                f"expected a stitching map for start {start}, got one for {self.starts}; fit it again"
+                f"expected a stitching map for start {start}, got one for {self.starts}; "
+                "fit it again"
             )
         down, up, bias = (
             part[start].to(device=hidden.device, dtype=hidden.dtype)
@@ -65,7 +66,7 @@ class StitchMap:
 
     def to_bytes(self) -> bytes:
         """The map as a safetensors file, the same bytes for the same map."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, part in (("down", self.down), ("up", self.up), ("bias", self.bias)):
             tensors |= {f"{name}.{start}": tensor.contiguous() for start, tensor in part.items()}
         return save(tensors, metadata={"format_version": FORMAT_VERSION})

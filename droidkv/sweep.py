@@ -136,7 +136,7 @@ class _Sweep:
         plans_per_call = max(1, STACKED_TOKENS // self.forced.shape[1])
         view = self._sender_view(layer)
         parts = []
-        for part in pool.split(plans_per_call):
+        for part in torch.split(pool, plans_per_call):
             step = self._stacked_step(len(part))
             hidden = part.reshape(1, -1, part.shape[-1])
             hidden = self.receiver.run_layer(layer, hidden, step, view)

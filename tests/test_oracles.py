@@ -5,6 +5,8 @@ Tolerance: log-probabilities within 1e-4 of each other; greedy tokens equal.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tiny import ARCHITECTURES, NUM_LAYERS, VOCAB_SIZE, tiny_model
@@ -41,7 +43,8 @@ def log_probs(model: DecoderModel, context: Context, suffix: Tensor) -> Tensor:
 
 def stock_log_probs(model: DecoderModel, ids: Tensor, num_last: int) -> Tensor:
     with torch.no_grad():
-        return model.model(ids).logits[:, -num_last:].log_softmax(dim=-1)
+        logits: Tensor = model.model(ids).logits
+    return logits[:, -num_last:].log_softmax(dim=-1)
 
 
 def fine_tune_pair(architecture: str) -> tuple[DecoderModel, DecoderModel]:
@@ -94,7 +97,7 @@ def test_a_group_mixes_receiver_kv_from_the_senders_hidden_state(architecture: s
     prefix = tokens(1, 19)
     with torch.no_grad():
         hidden = sender.model(prefix, output_hidden_states=True).hidden_states[2]
-        held = DynamicCache()
+        held: Any = DynamicCache()
         _run_with_swapped_input(receiver, prefix, hidden, layer=2, cache=held)
     captured = capture(sender, prefix, hidden_layers=[2])
 

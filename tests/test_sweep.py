@@ -14,7 +14,7 @@ from droidkv.capture import capture
 from droidkv.errors import PlanError, StitchError
 from droidkv.evaluate import (
     TokenItem,
-    decode_plan,
+    decode_plans,
     evaluate_plan,
     full_prefill_answer,
 )
@@ -98,8 +98,11 @@ def test_agreement_predicts_decoding(architecture: str) -> None:
     outcomes = set()
     for noise in (0.005, 0.01, 0.03):
         _, receiver, captured, item, _ = fixture(architecture, noise)
-        for plan, result in sweep(receiver, captured, item, all_plans(NUM_LAYERS)).items():
-            decoded = decode_plan(receiver, captured, item, plan, 5, EOS)
+        results = sweep(receiver, captured, item, all_plans(NUM_LAYERS))
+        answers = decode_plans(
+            receiver, captured, item.prefix_ids, item.suffix_ids, list(results), 5, EOS
+        )
+        for (plan, result), decoded in zip(results.items(), answers, strict=True):
             assert (decoded == item.answer_ids.tolist()) == result.agrees, (noise, plan)
             outcomes.add(result.agrees)
     assert outcomes == {True, False}, "both outcomes must occur for this test to mean anything"

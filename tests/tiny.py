@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import (
     AutoConfig,
@@ -56,7 +58,7 @@ def tiny_model(
     """
     config = AutoConfig.for_model(architecture, **_SIZES, **ARCHITECTURES[architecture])
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
+    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

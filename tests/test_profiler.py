@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import droidkv.profiler
+from droidkv.errors import ProfileError
+from droidkv.jsonio import sha256_file
+from droidkv.loading import load_pair
+from droidkv.objectives import measure
+from droidkv.pair import TaskRef, read_pair
+from droidkv.plan import ReusePlan, all_plans
+from droidkv.profile import Profile, read_profile, require_identity
+from droidkv.profiler import ProfileSettings, layer_tokens, profile_pair
+from droidkv.stitch import StitchMap
+
+SETTINGS = ProfileSettings(
+    TaskRef("records", {"num_records": 2}), num_items=3, calibration_items=2, rank=4
+)
+
+
+def run(output: Path, settings: ProfileSettings = SETTINGS) -> Profile:
+    return profile_pair(read_pair("tiny"), settings, output)
+
+
+def same_measurements(left: Profile, right: Profile) -> bool:
+    return left.items == right.items and left.measurements == right.measurements
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, Path]:
+    output = tmp_path_factory.mktemp("profile") / "tiny.json"
+    return run(output), output
+
+
+def test_a_profile_holds_every_plan_and_reads_back(finished: tuple[Profile, Path]) -> None:
+    profile, output = finished
+    plans = all_plans(profile.num_layers, operators=("copy", "stitch"))
+    assert [record.plan for record in profile.measurements] == plans
+    read = read_profile(output)
+    assert [m.plan for m in read.measurements] == plans
+    assert profile.record(ReusePlan.of(0, 0)).kl[0] > 0.01, "naive reuse must hurt"
+    full = profile.record(ReusePlan.of(0, profile.num_layers))
+    assert max(full.kl) < 1e-4 and all(full.agrees)
+    assert len(measure(read, "kl")) == len(plans)
+    sender, receiver = load_pair(read_pair("tiny"))
+    require_identity(read, sender.fingerprint, receiver.fingerprint)
+
+
+def test_the_map_lies_beside_the_profile_and_the_run_folder_is_gone(
+    finished: tuple[Profile, Path],
+) -> None:
+    profile, output = finished
+    assert profile.stitch is not None
+    map_file = output.parent / profile.stitch.file
+    assert sha256_file(map_file) == profile.stitch.sha256 == StitchMap.load(map_file).sha256
+    assert sorted(path.name for path in output.parent.iterdir()) == [
+        "tiny.json",
+        "tiny.stitch.safetensors",
+    ]
+
+
+def test_calibration_items_are_never_evaluated_ones(finished: tuple[Profile, Path]) -> None:
+    profile, _ = finished
+    assert profile.stitch is not None and len(profile.stitch.calibration_ids) == 2
+    assert not {item.id for item in profile.items} & set(profile.stitch.calibration_ids)
+
+
+def test_what_is_decoded(tmp_path: Path) -> None:
+    decoded = {}
+    for decode in ("none", "frontier", "all"):
+        profile = run(tmp_path / f"{decode}.json", dataclasses.replace(SETTINGS, decode=decode))
+        decoded[decode] = sum(s is not None for m in profile.measurements for s in m.score)
+        total = sum(len(m.score) for m in profile.measurements)
+    assert decoded["none"] < decoded["frontier"] < decoded["all"] == total
+
+
+def test_a_killed_run_resumes_without_redoing_items(
+    tmp_path: Path, finished: tuple[Profile, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "tiny.json"
+    swept: list[int] = []
+    sweep_item = droidkv.profiler._Job.sweep_item
+
+    def counted(job: object, index: int, stitch: object) -> object:
+        if len(swept) == 2:
+            raise KeyboardInterrupt
+        swept.append(index)
+        return sweep_item(job, index, stitch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(droidkv.profiler._Job, "sweep_item", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run(output)
+    assert not output.exists() and swept == [0, 1]
+
+    def recorded(job: object, index: int, stitch: object) -> object:
+        swept.append(index)
+        return sweep_item(job, index, stitch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(droidkv.profiler._Job, "sweep_item", recorded)
+    profile = run(output)
+    assert swept == [0, 1, 2]
+    assert same_measurements(profile, finished[0])
+
+
+def test_a_run_with_other_settings_is_not_mixed_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(droidkv.profiler._Job, "sweep_item", interrupted)
+        run(tmp_path / "tiny.json")
+    with pytest.raises(ProfileError, match=r"settings\.seed.*\n.*Delete the folder"):
+        run(tmp_path / "tiny.json", dataclasses.replace(SETTINGS, seed=1))
+
+
+def test_workers_share_a_run_and_survive_the_death_of_one(
+    tmp_path: Path, finished: tuple[Profile, Path]
+) -> None:
+    output = tmp_path / "tiny.json"
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=run, args=(output,)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("tiny.run/sweep-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert workers[0].pid is not None
+    os.kill(workers[0].pid, signal.SIGKILL)
+    for worker in workers:
+        worker.join(120)
+    assert workers[1].exitcode == 0
+    assert same_measurements(read_profile(output), read_profile(finished[1]))
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ProfileError, match="num_items >= 1"):
+        dataclasses.replace(SETTINGS, num_items=0)
+    with pytest.raises(ProfileError, match="at least one operator"):
+        dataclasses.replace(SETTINGS, operators=())
+    with pytest.raises(ProfileError, match="Known: all, frontier, none"):
+        dataclasses.replace(SETTINGS, decode="some")  # type: ignore[arg-type]
+
+
+def test_work_is_counted_as_the_design_says() -> None:
+    """L(L+1)/2 layer passes over the prefix instead of about L^3/6."""
+    plans = all_plans(30)
+    assert layer_tokens(plans, 30, prefix_tokens=1, forced_tokens=0) == 465
+    assert sum(plan.num_recomputed for plan in plans) == 4960
