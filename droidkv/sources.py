@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
+
 from droidkv.content import ADAPTER_CONFIG, ADAPTER_WEIGHTS, cache_folder
 from droidkv.errors import DroidKVError, LoadError, StorageError, require_extra, unknown_name
 from droidkv.jsonio import sha256_file
@@ -121,7 +123,6 @@ def packaged_model(name: str) -> Path:
         return target
     for module in ("gguf", "accelerate"):
         require_extra(module, "hf")
-    filelock = require_extra("filelock", "hf")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(target.with_name(f"{target.name}.lock")):
