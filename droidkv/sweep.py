@@ -81,8 +81,12 @@ class _Sweep:
         self.item = item
         self.forced = item.forced_ids.to(receiver.device)
         self.prefix_axis = captured.axis.to(receiver.device)
+        both_axis = self.prefix_axis.cat(self._suffix_axis(1))
         self.prefix_step = receiver.step(self.prefix_axis, self.prefix_axis)
+        self.both_step = receiver.step(both_axis, both_axis)
         self.suffix_step = self._stacked_step(1)
+        self.plans_per_call = max(1, STACKED_TOKENS // self.forced.shape[1])
+        self.whole_step = self._stacked_step(self.plans_per_call)
 
     def trunk(self) -> list[Tensor]:
         """Suffix hidden state entering each layer when all layers below read sender KV."""
@@ -96,7 +100,8 @@ class _Sweep:
     ) -> Iterator[tuple[ReusePlan, Tensor]]:
         """Run prefix and suffix up from one start; yield the suffix state at each plan's stop.
 
-        The state leaves layer `stop - 1`. An empty plan leaves nothing: it yields its trunk.
+        Inside a group the suffix reads the receiver's own KV, so both run as one sequence. The
+        state leaves layer `stop - 1`. An empty plan leaves nothing: it yields its trunk.
         """
         plans = {plan.group.stop: plan for plan in entry}
         first = entry[0]
@@ -107,15 +112,19 @@ class _Sweep:
         prefix = enter_group(
             self.receiver, self.item.prefix_ids[None], self.captured, max(entry), stitch
         )
-        for layer in range(first.group.start, max(plans)):
-            recomputed = KVCache.empty(self.receiver.num_layers)
-            if layer + 1 < max(plans):
-                prefix = self.receiver.run_layer(layer, prefix, self.prefix_step, recomputed)
-            else:
-                self.receiver.store_kv(layer, prefix, self.prefix_step, recomputed)
-            state = self._read(layer, state, PrefixView(*recomputed.layer(layer)))
+        num_prefix = prefix.shape[1]
+        hidden = torch.cat([prefix, state], dim=1)
+        for layer in range(first.group.start, max(plans) - 1):
+            cache = KVCache.empty(self.receiver.num_layers)  # forgotten with the layer
+            hidden = self.receiver.run_layer(layer, hidden, self.both_step, cache)
             if layer + 1 in plans:
-                yield plans[layer + 1], state
+                # A copy: a view would keep the prefix's hidden state as long as the plan waits.
+                yield plans[layer + 1], hidden[:, num_prefix:].clone()
+        last = max(plans) - 1
+        prefix, state = hidden[:, :num_prefix], hidden[:, num_prefix:]
+        cache = KVCache.empty(self.receiver.num_layers)
+        self.receiver.store_kv(last, prefix, self.prefix_step, cache)
+        yield plans[last + 1], self._read(last, state, PrefixView(*cache.layer(last)))
 
     def above(
         self, waiting: dict[int, list[tuple[ReusePlan, Tensor]]]
@@ -144,12 +153,18 @@ class _Sweep:
         return torch.cat(parts)
 
     def _stacked_step(self, num_plans: int) -> Step:
+        axis = self._suffix_axis(num_plans)
+        return self.receiver.step(axis, self.prefix_axis.cat(axis))
+
+    def _suffix_axis(self, num_plans: int) -> TokenAxis:
+        """The suffixes of several plans side by side, each a segment of its own."""
         num_forced = self.forced.shape[1]
         first = self.prefix_axis.next_position
         positions = (first + torch.arange(num_forced, device=first.device)).repeat(1, num_plans)
+        if num_plans == 1:
+            return TokenAxis(positions)
         segments = torch.arange(1, num_plans + 1, device=first.device).repeat_interleave(num_forced)
-        axis = TokenAxis(positions, segments[None])
-        return self.receiver.step(axis, self.prefix_axis.cat(axis))
+        return TokenAxis(positions, segments[None])
 
     def _read(self, layer: int, hidden: Tensor, view: PrefixView) -> Tensor:
         return self.receiver.run_layer(layer, hidden, self.suffix_step, view)

@@ -85,6 +85,21 @@ def test_any_subset_in_any_order_gives_the_same() -> None:
             assert swept[plan].kl == pytest.approx(expected[plan].kl, abs=TOLERANCE)
 
 
+def test_a_waiting_plan_holds_its_suffix_and_nothing_of_the_prefix() -> None:
+    """Peak memory is bounded only if what waits for the layers above is one suffix per plan."""
+    _, receiver, captured, item, stitch = fixture("llama")
+    run = droidkv.sweep._Sweep(receiver, captured, item)
+    trunk = run.trunk()
+    num_waiting = 0
+    for start in range(NUM_LAYERS):
+        entry = [ReusePlan.of(start, stop) for stop in range(start + 1, NUM_LAYERS + 1)]
+        for _, state in run.recompute(entry, trunk[start], stitch):
+            assert state.shape == (1, item.forced_ids.shape[1], receiver.shape.hidden_size)
+            assert state.untyped_storage().nbytes() == state.nbytes
+            num_waiting += 1
+    assert num_waiting == NUM_LAYERS * (NUM_LAYERS + 1) // 2
+
+
 def test_a_sender_that_is_the_receiver_loses_nothing_at_any_plan() -> None:
     _, receiver, captured, item, _ = fixture("llama", noise=0.0)
     for plan, result in sweep(receiver, captured, item, all_plans(NUM_LAYERS)).items():
