@@ -7,82 +7,22 @@ the output, so a killed run resumes and several processes calling `profile_pair`
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
 
 from droidkv.capture import capture
-from droidkv.encode import EncodedItem, encode_shared
-from droidkv.errors import ProfileError, unknown_name
-from droidkv.evaluate import TokenItem, decode_plans, full_prefill_answer
-from droidkv.jsonio import sha256_file
+from droidkv.evaluate import TokenItem
 from droidkv.loading import LoadedModel, load_pair
-from droidkv.objectives import measure_noise_floor
 from droidkv.pair import Pair, TaskRef
-from droidkv.plan import Operator, ReusePlan, all_plans
-from droidkv.profile import Profile, write_profile
-from droidkv.provenance import provenance
-from droidkv.records import ItemRecord, ModelRecord, PlanRecord, StitchRecord, TaskRecord
+from droidkv.plan import Operator, ReusePlan
+from droidkv.profile import Profile, read_profile, write_profile
+from droidkv.profile_job import Job, ProfileSettings, load_map
 from droidkv.run_folder import Progress, RunFolder, no_progress
 from droidkv.stitch import StitchMap, fit_stitch
-from droidkv.sweep import sweep
-from droidkv.tasks import Item, Task, get_task
-
-Decode = Literal["none", "frontier", "all"]
-DECODES: tuple[Decode, ...] = ("none", "frontier", "all")
-# Of the plans with one operator and one number of layers, this many may matter to a frontier.
-NEAR_FRONTIER = 2
-
-
-@dataclass(frozen=True)
-class ProfileSettings:
-    """What is measured.
-
-    Args:
-        task: The task and its options.
-        num_items: Evaluated items.
-        seed: Seed of the items.
-        granularity: Borders of groups are multiples of this.
-        operators: Families of plans; `stitch` fits a map first.
-        decode: Which diverging plans are decoded for their score: none, those near the frontier
-            (the others count as score 0, and say so), or all.
-        calibration_items: Items whose prefixes the map is fitted on; never evaluated ones.
-        rank: Rank of the map.
-        ridge: Penalty of its fit.
-        dtype: Of weights and caches.
-        device: Torch device.
-
-    Raises:
-        ProfileError: A number or name is out of range.
-    """
-
-    task: TaskRef
-    num_items: int = 16
-    seed: int = 0
-    granularity: int = 1
-    operators: tuple[Operator, ...] = ("copy", "stitch")
-    decode: Decode = "frontier"
-    calibration_items: int = 24
-    rank: int = 32
-    ridge: float = 1e-3
-    dtype: str = "float32"
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        for name in ("num_items", "granularity", "calibration_items", "rank"):
-            if getattr(self, name) < 1:
-                raise ProfileError(f"expected {name} >= 1, got {getattr(self, name)}")
-        if not self.operators:
-            raise ProfileError("expected at least one operator, got none; 'copy' is the paper's")
-        if self.decode not in DECODES:
-            raise ProfileError(unknown_name("way to decode", self.decode, DECODES))
+from droidkv.tasks import get_task
 
 
 def profile_pair(
@@ -91,6 +31,7 @@ def profile_pair(
     output: Path,
     on_progress: Progress = no_progress,
     command: str = "",
+    on_estimate: Callable[[float], None] | None = None,
 ) -> Profile:
     """Profile a pair on a task, and write the profile and its stitching map.
 
@@ -101,6 +42,7 @@ def profile_pair(
             `NAME.stitch.safetensors`, and an unfinished run lies in `NAME.run/`.
         on_progress: Told after each step.
         command: What reproduces this, for the provenance.
+        on_estimate: Told, before the sweep, about how many seconds it will take.
 
     Raises:
         ProfileError: An unfinished run with other settings lies in the way.
@@ -109,10 +51,12 @@ def profile_pair(
     started = time.monotonic()
     task = get_task(settings.task.name, **settings.task.options)
     sender, receiver = load_pair(pair, settings.dtype, settings.device)
-    job = _Job(pair, settings, task, sender, receiver)
+    job = Job(pair, settings, task, sender, receiver)
     folder = RunFolder(output.with_suffix(".run"), job.key())
+    if on_estimate is not None:
+        on_estimate(estimate_seconds(receiver, job.answer(0), len(job.items), job.plans))
 
-    stitch = fit_map(job, folder, on_progress) if "stitch" in settings.operators else None
+    stitch = get_map(job, folder, on_progress) if "stitch" in settings.operators else None
     swept = folder.complete(
         "sweep", len(job.items), lambda i: job.sweep_item(i, stitch), on_progress
     )
@@ -134,11 +78,63 @@ def profile_pair(
     return profile
 
 
-def fit_map(job: _Job, folder: RunFolder, on_progress: Progress) -> StitchMap:
-    """Fit the pair's map once per run, whichever process comes first."""
+def confirm_plans(
+    pair: Pair,
+    profile_file: Path,
+    plans: Sequence[ReusePlan],
+    num_items: int,
+    output: Path,
+    on_progress: Progress = no_progress,
+    command: str = "",
+) -> Profile:
+    """Measure a few plans of a profile on items that did not choose them.
+
+    The best of many plans looks better on the items that chose it than on others; an interval
+    without that bias needs fresh items. The full and the empty plan are always measured too.
+
+    Args:
+        pair: The pair of the profile.
+        profile_file: The profile whose plans are confirmed; its stitching map lies beside it.
+        plans: Plans to measure.
+        num_items: Fresh items.
+        output: The file of the new profile.
+        on_progress: Told after each step.
+        command: What reproduces this.
+
+    Raises:
+        IdentityError: The pair's models are not those of the profile.
+        TaskError: The task has no fresh item left.
+    """
+    profile = read_profile(profile_file)
+    baselines = [ReusePlan.of(0, 0), ReusePlan.of(0, profile.num_layers)]
+    kept = sorted({*plans, *baselines})
+    stitch = profile.stitch
+    settings = ProfileSettings(
+        task=TaskRef(profile.task.name, profile.task.options),
+        num_items=num_items,
+        seed=profile.task.seed,
+        operators=tuple(sorted({plan.operator for plan in kept})),
+        decode="all",
+        calibration_items=len(stitch.calibration_ids) if stitch else 1,
+        rank=stitch.rank if stitch else 1,
+        ridge=stitch.ridge if stitch else 1e-3,
+        confirms=str(profile_file),
+        plans=tuple(map(str, kept)),
+        dtype=profile.provenance.dtype,
+        device=profile.provenance.device,
+    )
+    return profile_pair(pair, settings, output, on_progress, command)
+
+
+def get_map(job: Job, folder: RunFolder, on_progress: Progress) -> StitchMap:
+    """The confirmed profile's map, or one fitted once per run by whichever process is first."""
     file = folder.path / "map.safetensors"
 
     def fit(_: int) -> dict[str, str]:
+        if job.confirmed is not None:
+            stitch = load_map(Path(job.settings.confirms or ""), job.confirmed)
+            stitch.save(file)
+            return {"sha256": stitch.sha256}
         total = len(job.calibration)
         done = itertools.count(1)
         stitch = fit_stitch(
@@ -154,192 +150,6 @@ def fit_map(job: _Job, folder: RunFolder, on_progress: Progress) -> StitchMap:
 
     folder.complete("map", 1, fit)
     return StitchMap.load(file)
-
-
-class _Job:
-    """A profile's run: models, items and the work of one step."""
-
-    def __init__(
-        self,
-        pair: Pair,
-        settings: ProfileSettings,
-        task: Task,
-        sender: LoadedModel,
-        receiver: LoadedModel,
-    ) -> None:
-        self.pair, self.settings, self.task = pair, settings, task
-        self.sender, self.receiver = sender, receiver
-        self.items: list[Item] = task.items("eval", settings.num_items, settings.seed)
-        self.calibration: list[Item] = []
-        if "stitch" in settings.operators:
-            self.calibration = task.items("calibration", settings.calibration_items, settings.seed)
-        self.plans = all_plans(receiver.model.num_layers, settings.granularity, settings.operators)
-
-    def key(self) -> dict[str, Any]:
-        """What every kept step depends on."""
-        return {
-            "pair": self.pair.name,
-            "settings": dataclasses.asdict(self.settings),
-            "task_version": self.task.version,
-            "sender": self.sender.fingerprint.digest(),
-            "receiver": self.receiver.fingerprint.digest(),
-        }
-
-    def encode(self, item: Item) -> EncodedItem:
-        return encode_shared(
-            item, self.sender.tokenizer, self.receiver.tokenizer, chat=self.pair.chat
-        )
-
-    def sweep_item(self, index: int, stitch: StitchMap | None) -> dict[str, Any]:
-        item = self.items[index]
-        encoded = self.encode(item)
-        answer = full_prefill_answer(
-            self.receiver.model,
-            encoded.prefix_ids,
-            encoded.suffix_ids,
-            self.task.max_new_tokens,
-            self.receiver.eos_ids,
-        )
-        starts = {plan.transition for plan in self.plans if plan.transition is not None}
-        captured = capture(self.sender.model, answer.prefix_ids[None], hidden_layers=starts)
-        results = sweep(self.receiver.model, captured, answer, self.plans, stitch)
-        steps = torch.arange(len(answer.answer_ids))
-        return {
-            "id": item.id,
-            "prefix_tokens": len(encoded.prefix_ids),
-            "suffix_tokens": len(encoded.suffix_ids),
-            "answer_ids": answer.answer_ids.tolist(),
-            "full_score": self.score(item, answer.answer_ids.tolist()),
-            "full_nll": -float(answer.log_probs[steps, answer.answer_ids].mean()),
-            "plans": {str(plan): dataclasses.astuple(result) for plan, result in results.items()},
-        }
-
-    def score(self, item: Item, answer_ids: Sequence[int]) -> float:
-        text = self.receiver.tokenizer.decode(list(answer_ids), skip_special_tokens=True)
-        return self.task.score(item, text.strip())
-
-    def plans_to_decode(self, swept: Sequence[dict[str, Any]]) -> list[ReusePlan]:
-        """Plans whose diverging answers are decoded.
-
-        Near the frontier means: the best by KL and by agreement among plans of one operator and
-        one number of layers; plus the empty plan.
-        """
-        if self.settings.decode == "none":
-            return []
-        if self.settings.decode == "all":
-            return self.plans
-        kl = {p: sum(row["plans"][str(p)][0] for row in swept) for p in self.plans}
-        flips = {p: sum(not row["plans"][str(p)][3] for row in swept) for p in self.plans}
-        near = {self.plans[0]}
-        families: dict[tuple[Operator, int], list[ReusePlan]] = {}
-        for plan in self.plans:
-            families.setdefault((plan.operator, plan.num_recomputed), []).append(plan)
-        for family in families.values():
-            near |= set(sorted(family, key=lambda p: (kl[p], p))[:NEAR_FRONTIER])
-            near |= set(sorted(family, key=lambda p: (flips[p], kl[p], p))[:NEAR_FRONTIER])
-        return [plan for plan in self.plans if plan in near]
-
-    def decode_item(
-        self,
-        index: int,
-        swept: dict[str, Any],
-        wanted: Sequence[ReusePlan],
-        stitch: StitchMap | None,
-    ) -> dict[str, float]:
-        """Scores of the wanted plans that diverge on an item."""
-        diverging = [plan for plan in wanted if not swept["plans"][str(plan)][3]]
-        if not diverging:
-            return {}
-        item = self.items[index]
-        encoded = self.encode(item)
-        prefix_ids = torch.tensor(encoded.prefix_ids)
-        starts = {plan.transition for plan in diverging if plan.transition is not None}
-        captured = capture(self.sender.model, prefix_ids[None], hidden_layers=starts)
-        answers = decode_plans(
-            self.receiver.model,
-            captured,
-            prefix_ids,
-            torch.tensor(encoded.suffix_ids),
-            diverging,
-            self.task.max_new_tokens,
-            self.receiver.eos_ids,
-            stitch,
-        )
-        return {str(p): self.score(item, a) for p, a in zip(diverging, answers, strict=True)}
-
-    def assemble(
-        self,
-        swept: Sequence[dict[str, Any]],
-        scores: Sequence[dict[str, float]],
-        map_file: Path | None,
-        command: str,
-        started: float,
-    ) -> Profile:
-        items = tuple(
-            ItemRecord(
-                id=row["id"],
-                prefix_tokens=row["prefix_tokens"],
-                suffix_tokens=row["suffix_tokens"],
-                answer_tokens=len(row["answer_ids"]),
-                full_score=row["full_score"],
-                full_nll=row["full_nll"],
-            )
-            for row in swept
-        )
-        records = {plan: _plan_record(plan, swept, scores) for plan in self.plans}
-        settings = self.settings
-        return Profile(
-            pair=self.pair.name,
-            sender=ModelRecord(self.sender.name, self.sender.fingerprint),
-            receiver=ModelRecord(self.receiver.name, self.receiver.fingerprint),
-            shape=self.receiver.model.shape,
-            task=TaskRecord(
-                name=self.task.name,
-                version=self.task.version,
-                metric=self.task.metric,
-                split="eval",
-                seed=settings.seed,
-                options=self.task.options,
-            ),
-            items=items,
-            measurements=tuple(records.values()),
-            noise_floor=measure_noise_floor(
-                items, records[ReusePlan.of(0, self.receiver.model.num_layers)]
-            ),
-            stitch=None
-            if map_file is None
-            else StitchRecord(
-                file=map_file.name,
-                sha256=sha256_file(map_file),
-                rank=settings.rank,
-                ridge=settings.ridge,
-                calibration_ids=tuple(item.id for item in self.calibration),
-            ),
-            provenance=provenance(
-                command,
-                settings.seed,
-                settings.device,
-                settings.dtype,
-                time.monotonic() - started,
-            ),
-        )
-
-
-def _plan_record(
-    plan: ReusePlan, swept: Sequence[dict[str, Any]], scores: Sequence[dict[str, float]]
-) -> PlanRecord:
-    kl, nll, top1, agrees = zip(*(row["plans"][str(plan)] for row in swept), strict=True)
-    return PlanRecord(
-        plan=plan,
-        kl=kl,
-        nll=nll,
-        top1=top1,
-        agrees=agrees,
-        score=tuple(
-            row["full_score"] if same else decoded.get(str(plan))
-            for row, same, decoded in zip(swept, agrees, scores, strict=True)
-        ),
-    )
 
 
 def layer_tokens(

@@ -23,7 +23,7 @@ policy stitch encode plots
 prefill training_rows
 evaluate finetune
 sweep
-search probe
+search probe profile_job
 profiler calibrate
 bench
 cli

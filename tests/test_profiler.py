@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-import droidkv.profiler
-from droidkv.errors import ProfileError
+import droidkv.profile_job
+from droidkv.errors import ProfileError, StitchError
 from droidkv.jsonio import sha256_file
 from droidkv.loading import load_pair
 from droidkv.objectives import measure
 from droidkv.pair import TaskRef, read_pair
 from droidkv.plan import ReusePlan, all_plans
 from droidkv.profile import Profile, read_profile, require_identity
-from droidkv.profiler import ProfileSettings, layer_tokens, profile_pair
+from droidkv.profile_job import ProfileSettings, load_map
+from droidkv.profiler import confirm_plans, layer_tokens, profile_pair
 from droidkv.stitch import StitchMap
 
 SETTINGS = ProfileSettings(
@@ -86,7 +87,7 @@ def test_a_killed_run_resumes_without_redoing_items(
 ) -> None:
     output = tmp_path / "tiny.json"
     swept: list[int] = []
-    sweep_item = droidkv.profiler._Job.sweep_item
+    sweep_item = droidkv.profile_job.Job.sweep_item
 
     def counted(job: object, index: int, stitch: object) -> object:
         if len(swept) == 2:
@@ -94,7 +95,7 @@ def test_a_killed_run_resumes_without_redoing_items(
         swept.append(index)
         return sweep_item(job, index, stitch)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(droidkv.profiler._Job, "sweep_item", counted)
+    monkeypatch.setattr(droidkv.profile_job.Job, "sweep_item", counted)
     with pytest.raises(KeyboardInterrupt):
         run(output)
     assert not output.exists() and swept == [0, 1]
@@ -103,7 +104,7 @@ def test_a_killed_run_resumes_without_redoing_items(
         swept.append(index)
         return sweep_item(job, index, stitch)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(droidkv.profiler._Job, "sweep_item", recorded)
+    monkeypatch.setattr(droidkv.profile_job.Job, "sweep_item", recorded)
     profile = run(output)
     assert swept == [0, 1, 2]
     assert same_measurements(profile, finished[0])
@@ -116,7 +117,7 @@ def test_a_run_with_other_settings_is_not_mixed_in(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(droidkv.profiler._Job, "sweep_item", interrupted)
+        patch.setattr(droidkv.profile_job.Job, "sweep_item", interrupted)
         run(tmp_path / "tiny.json")
     with pytest.raises(ProfileError, match=r"settings\.seed.*\n.*Delete the folder"):
         run(tmp_path / "tiny.json", dataclasses.replace(SETTINGS, seed=1))
@@ -155,3 +156,36 @@ def test_work_is_counted_as_the_design_says() -> None:
     plans = all_plans(30)
     assert layer_tokens(plans, 30, prefix_tokens=1, forced_tokens=0) == 465
     assert sum(plan.num_recomputed for plan in plans) == 4960
+
+
+def test_a_plan_is_confirmed_on_items_that_did_not_choose_it(
+    finished: tuple[Profile, Path], tmp_path: Path
+) -> None:
+    profile, file = finished
+    plans = [ReusePlan.of(1, 3), ReusePlan.of(1, 3, "stitch")]
+    confirmed = confirm_plans(read_pair("tiny"), file, plans, 4, tmp_path / "confirm.json")
+    assert {m.plan for m in confirmed.measurements} == {
+        *plans,
+        ReusePlan.of(0, 0),
+        ReusePlan.of(0, profile.num_layers),
+    }
+    assert len(confirmed.items) == 4
+    assert not {item.id for item in confirmed.items} & {item.id for item in profile.items}
+    assert confirmed.stitch is not None and profile.stitch is not None
+    assert confirmed.stitch.sha256 == profile.stitch.sha256
+    assert confirmed.stitch.calibration_ids == profile.stitch.calibration_ids
+    assert all(score is not None for m in confirmed.measurements for score in m.score)
+
+
+def test_a_map_that_was_not_measured_is_refused(
+    finished: tuple[Profile, Path], tmp_path: Path
+) -> None:
+    profile, file = finished
+    assert profile.stitch is not None
+    other = tmp_path / file.name
+    other.write_bytes(file.read_bytes())
+    changed = StitchMap.load(file.parent / profile.stitch.file)
+    changed.bias[1].add_(1.0)
+    changed.save(tmp_path / profile.stitch.file)
+    with pytest.raises(StitchError, match="restore it or profile anew"):
+        load_map(other, profile)

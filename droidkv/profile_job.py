@@ -1,0 +1,309 @@
+"""What a profile run measures, and the work of each of its steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from droidkv.capture import capture
+from droidkv.encode import EncodedItem, encode_shared
+from droidkv.errors import ProfileError, StitchError, TaskError, unknown_name
+from droidkv.evaluate import TokenItem, decode_plans, full_prefill_answer
+from droidkv.jsonio import sha256_file
+from droidkv.loading import LoadedModel
+from droidkv.objectives import measure_noise_floor
+from droidkv.pair import Pair, TaskRef
+from droidkv.plan import Operator, ReusePlan, all_plans
+from droidkv.profile import Profile, read_profile, require_identity
+from droidkv.provenance import provenance
+from droidkv.records import ItemRecord, ModelRecord, PlanRecord, StitchRecord, TaskRecord
+from droidkv.stitch import StitchMap
+from droidkv.sweep import sweep
+from droidkv.tasks import Item, Task
+
+Decode = Literal["none", "frontier", "all"]
+DECODES: tuple[Decode, ...] = ("none", "frontier", "all")
+# Of the plans with one operator and one number of layers, this many may matter to a frontier.
+NEAR_FRONTIER = 2
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """What is measured.
+
+    Args:
+        task: The task and its options.
+        num_items: Evaluated items.
+        seed: Seed of the items.
+        granularity: Borders of groups are multiples of this.
+        operators: Families of plans; `stitch` fits a map first.
+        decode: Which diverging plans are decoded for their score: none, those near the frontier
+            (the others count as score 0, and say so), or all.
+        calibration_items: Items whose prefixes the map is fitted on; never evaluated ones.
+        rank: Rank of the map.
+        ridge: Penalty of its fit.
+        confirms: A profile to confirm on fresh items: its items are skipped, its map is used.
+        plans: The only plans to measure, as text; empty = all that granularity and operators give.
+        dtype: Of weights and caches.
+        device: Torch device.
+
+    Raises:
+        ProfileError: A number or name is out of range.
+    """
+
+    task: TaskRef
+    num_items: int = 16
+    seed: int = 0
+    granularity: int = 1
+    operators: tuple[Operator, ...] = ("copy", "stitch")
+    decode: Decode = "frontier"
+    calibration_items: int = 24
+    rank: int = 32
+    ridge: float = 1e-3
+    confirms: str | None = None
+    plans: tuple[str, ...] = ()
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in ("num_items", "granularity", "calibration_items", "rank"):
+            if getattr(self, name) < 1:
+                raise ProfileError(f"expected {name} >= 1, got {getattr(self, name)}")
+        if not self.operators:
+            raise ProfileError("expected at least one operator, got none; 'copy' is the paper's")
+        if self.decode not in DECODES:
+            raise ProfileError(unknown_name("way to decode", self.decode, DECODES))
+
+
+def load_map(profile_file: Path, profile: Profile) -> StitchMap:
+    """The stitching map that lies beside a profile.
+
+    Raises:
+        StitchError: The profile has none, or the file is not the one it was measured with.
+        StorageError: The file is missing or damaged.
+    """
+    if profile.stitch is None:
+        raise StitchError(f"expected a profile with a stitching map, got {profile_file} with none")
+    file = profile_file.parent / profile.stitch.file
+    stitch = StitchMap.load(file)
+    if stitch.sha256 != profile.stitch.sha256:
+        raise StitchError(
+            f"expected the map that {profile_file} was measured with, sha256 "
+            f"{profile.stitch.sha256}, got {stitch.sha256} in {file}; restore it or profile anew"
+        )
+    return stitch
+
+
+class Job:
+    """A profile's run: models, items and the work of one step."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        settings: ProfileSettings,
+        task: Task,
+        sender: LoadedModel,
+        receiver: LoadedModel,
+    ) -> None:
+        self.pair, self.settings, self.task = pair, settings, task
+        self.sender, self.receiver = sender, receiver
+        self.confirmed = read_profile(settings.confirms) if settings.confirms else None
+        if self.confirmed is not None:
+            require_identity(self.confirmed, sender.fingerprint, receiver.fingerprint)
+        self.items = self._items()
+        self.calibration: list[Item] = []
+        if "stitch" in settings.operators:
+            self.calibration = task.items("calibration", settings.calibration_items, settings.seed)
+        num_layers = receiver.model.num_layers
+        self.plans = [ReusePlan.parse(text, num_layers) for text in settings.plans] or all_plans(
+            num_layers, settings.granularity, settings.operators
+        )
+
+    def _items(self) -> list[Item]:
+        """The evaluated items; those of a confirmed profile come first in the task and are cut."""
+        seen = {item.id for item in self.confirmed.items} if self.confirmed else set()
+        limit = len(seen) + self.settings.num_items
+        items = self.task.items("eval", limit, self.settings.seed)
+        fresh = [item for item in items if item.id not in seen]
+        if not fresh:
+            raise TaskError(
+                f"expected fresh items to confirm {self.settings.confirms} on, but the task "
+                f"{self.task.name!r} has only {len(items)}, all in that profile"
+            )
+        return fresh[: self.settings.num_items]
+
+    def key(self) -> dict[str, Any]:
+        """What every kept step depends on."""
+        return {
+            "pair": self.pair.name,
+            "settings": dataclasses.asdict(self.settings),
+            "task_version": self.task.version,
+            "sender": self.sender.fingerprint.digest(),
+            "receiver": self.receiver.fingerprint.digest(),
+        }
+
+    def encode(self, item: Item) -> EncodedItem:
+        return encode_shared(
+            item, self.sender.tokenizer, self.receiver.tokenizer, chat=self.pair.chat
+        )
+
+    def answer(self, index: int) -> TokenItem:
+        """The receiver's own answer to an item."""
+        encoded = self.encode(self.items[index])
+        return full_prefill_answer(
+            self.receiver.model,
+            encoded.prefix_ids,
+            encoded.suffix_ids,
+            self.task.max_new_tokens,
+            self.receiver.eos_ids,
+        )
+
+    def sweep_item(self, index: int, stitch: StitchMap | None) -> dict[str, Any]:
+        item = self.items[index]
+        answer = self.answer(index)
+        starts = {plan.transition for plan in self.plans if plan.transition is not None}
+        captured = capture(self.sender.model, answer.prefix_ids[None], hidden_layers=starts)
+        results = sweep(self.receiver.model, captured, answer, self.plans, stitch)
+        steps = torch.arange(len(answer.answer_ids))
+        return {
+            "id": item.id,
+            "prefix_tokens": len(answer.prefix_ids),
+            "suffix_tokens": len(answer.suffix_ids),
+            "answer_ids": answer.answer_ids.tolist(),
+            "full_score": self.score(item, answer.answer_ids.tolist()),
+            "full_nll": -float(answer.log_probs[steps, answer.answer_ids].mean()),
+            "plans": {str(plan): dataclasses.astuple(result) for plan, result in results.items()},
+        }
+
+    def score(self, item: Item, answer_ids: Sequence[int]) -> float:
+        text = self.receiver.tokenizer.decode(list(answer_ids), skip_special_tokens=True)
+        return self.task.score(item, text.strip())
+
+    def plans_to_decode(self, swept: Sequence[dict[str, Any]]) -> list[ReusePlan]:
+        """Plans whose diverging answers are decoded.
+
+        Near the frontier means: the best by KL and by agreement among plans of one operator and
+        one number of layers; plus the empty plan.
+        """
+        if self.settings.decode == "none":
+            return []
+        if self.settings.decode == "all":
+            return self.plans
+        kl = {p: sum(row["plans"][str(p)][0] for row in swept) for p in self.plans}
+        flips = {p: sum(not row["plans"][str(p)][3] for row in swept) for p in self.plans}
+        near = {self.plans[0]}
+        families: dict[tuple[Operator, int], list[ReusePlan]] = {}
+        for plan in self.plans:
+            families.setdefault((plan.operator, plan.num_recomputed), []).append(plan)
+        for family in families.values():
+            near |= set(sorted(family, key=lambda p: (kl[p], p))[:NEAR_FRONTIER])
+            near |= set(sorted(family, key=lambda p: (flips[p], kl[p], p))[:NEAR_FRONTIER])
+        return [plan for plan in self.plans if plan in near]
+
+    def decode_item(
+        self,
+        index: int,
+        swept: dict[str, Any],
+        wanted: Sequence[ReusePlan],
+        stitch: StitchMap | None,
+    ) -> dict[str, float]:
+        """Scores of the wanted plans that diverge on an item."""
+        diverging = [plan for plan in wanted if not swept["plans"][str(plan)][3]]
+        if not diverging:
+            return {}
+        item = self.items[index]
+        encoded = self.encode(item)
+        prefix_ids = torch.tensor(encoded.prefix_ids)
+        starts = {plan.transition for plan in diverging if plan.transition is not None}
+        captured = capture(self.sender.model, prefix_ids[None], hidden_layers=starts)
+        answers = decode_plans(
+            self.receiver.model,
+            captured,
+            prefix_ids,
+            torch.tensor(encoded.suffix_ids),
+            diverging,
+            self.task.max_new_tokens,
+            self.receiver.eos_ids,
+            stitch,
+        )
+        return {str(p): self.score(item, a) for p, a in zip(diverging, answers, strict=True)}
+
+    def assemble(
+        self,
+        swept: Sequence[dict[str, Any]],
+        scores: Sequence[dict[str, float]],
+        map_file: Path | None,
+        command: str,
+        started: float,
+    ) -> Profile:
+        items = tuple(
+            ItemRecord(
+                id=row["id"],
+                prefix_tokens=row["prefix_tokens"],
+                suffix_tokens=row["suffix_tokens"],
+                answer_tokens=len(row["answer_ids"]),
+                full_score=row["full_score"],
+                full_nll=row["full_nll"],
+            )
+            for row in swept
+        )
+        records = {plan: _plan_record(plan, swept, scores) for plan in self.plans}
+        settings = self.settings
+        return Profile(
+            pair=self.pair.name,
+            sender=ModelRecord(self.sender.name, self.sender.fingerprint),
+            receiver=ModelRecord(self.receiver.name, self.receiver.fingerprint),
+            shape=self.receiver.model.shape,
+            task=TaskRecord(
+                name=self.task.name,
+                version=self.task.version,
+                metric=self.task.metric,
+                split="eval",
+                seed=settings.seed,
+                options=self.task.options,
+            ),
+            items=items,
+            measurements=tuple(records.values()),
+            noise_floor=measure_noise_floor(
+                items, records[ReusePlan.of(0, self.receiver.model.num_layers)]
+            ),
+            stitch=None
+            if map_file is None
+            else StitchRecord(
+                file=map_file.name,
+                sha256=sha256_file(map_file),
+                rank=settings.rank,
+                ridge=settings.ridge,
+                calibration_ids=tuple(item.id for item in self.calibration),
+            ),
+            provenance=provenance(
+                command,
+                settings.seed,
+                settings.device,
+                settings.dtype,
+                time.monotonic() - started,
+            ),
+        )
+
+
+def _plan_record(
+    plan: ReusePlan, swept: Sequence[dict[str, Any]], scores: Sequence[dict[str, float]]
+) -> PlanRecord:
+    kl, nll, top1, agrees = zip(*(row["plans"][str(plan)] for row in swept), strict=True)
+    return PlanRecord(
+        plan=plan,
+        kl=kl,
+        nll=nll,
+        top1=top1,
+        agrees=agrees,
+        score=tuple(
+            row["full_score"] if same else decoded.get(str(plan))
+            for row, same, decoded in zip(swept, agrees, scores, strict=True)
+        ),
+    )
