@@ -40,8 +40,8 @@ def pick(
     Without an SLO it is the cheapest plan whose loss is within `max_loss`; with one it is the plan
     of least loss among those within both limits, or, where none is, the fastest within `max_loss`.
     Cheap means predicted seconds where there is a calibration, recomputed layers where there is
-    none. The receiver's own full prefill loses nothing by definition and is always a candidate; a
-    plan predicted slower than it is never one.
+    none. The receiver's own full prefill loses nothing by definition and is always a candidate, so
+    that a plan predicted slower than it is never chosen.
 
     Args:
         profile: The profile of the pair.
@@ -81,7 +81,7 @@ def pick(
         if point.plan != full.plan
     ]
     good_reuse = cheapest_within(reuse, max_loss)
-    candidates = [full, *(point for point in reuse if point.cost < full.cost)]
+    candidates = [full, *reuse]
     cheapest = cheapest_within(candidates, max_loss) or full
     chosen, fast_reuse = cheapest, None
     bound_by = _bound_by(cheapest, full, reuse, good_reuse)

@@ -102,6 +102,20 @@ def test_break_even_equals_trying_every_length(
     assert found == (None if last_loss == limit else last_loss + 1)
 
 
+def test_break_even_is_past_the_dip_where_the_link_outweighs_the_saved_layer_calls() -> None:
+    # Saved layer calls pay at once, then the slow link costs more, then attention outgrows it.
+    calibration = dataclasses.replace(
+        FAST_LOAD, load_fixed_seconds=0, seconds_per_layer_call=1e-2, load_seconds_per_byte=1e-7
+    )
+    paying = [pays(EMPTY, n, calibration, 1e12) for n in (10, 10_000, 300_000)]
+    assert paying == [True, False, True]
+    found = break_even_prefix_tokens(SHAPE, EMPTY, 10, calibration)
+    assert found is not None
+    assert 10_000 < found < 300_000
+    assert not pays(EMPTY, found - 1, calibration, 1e12)
+    assert pays(EMPTY, found, calibration, 1e12)
+
+
 def test_full_prefill_never_pays_against_itself() -> None:
     assert break_even_prefix_tokens(SHAPE, FULL, 10, FAST_LOAD) is None
 
