@@ -25,11 +25,12 @@ from transformers.trainer_utils import get_last_checkpoint
 from droidkv.content import record_base
 from droidkv.errors import PairError, StorageError, unknown_name
 from droidkv.jsonio import read_json, write_json
-from droidkv.loading import LoadedModel
+from droidkv.loading import LoadedModel, load_model
 from droidkv.low_rank import adapter_state, write_adapter
 from droidkv.models import attention_mask
+from droidkv.pair import Pair
 from droidkv.recipe import Recipe
-from droidkv.tasks.base import Task
+from droidkv.tasks import Task, get_task
 from droidkv.training_rows import TrainingRow, training_batches
 
 Progress = Callable[[int, int, float], None]
@@ -61,6 +62,39 @@ class TrainResult:
     first_loss: float
     last_loss: float
     seconds: float
+
+
+def train_pair(
+    pair: Pair, output_dir: Path | None = None, *, progress: Progress | None = None
+) -> TrainResult:
+    """Train a pair's receiver by the [train] table of its file.
+
+    Args:
+        pair: A pair with a recipe.
+        output_dir: The adapter folder to make; by default the one the pair names.
+        progress: Told of every step.
+
+    Raises:
+        PairError: The pair has no recipe or names no local adapter folder; else as
+            `train_receiver`.
+        TaskError, StorageError: As `train_receiver`.
+        LoadError: The base model cannot be had.
+    """
+    if pair.train is None:
+        raise PairError(
+            f"pair {pair.name!r} has no recipe to train its receiver by; write a [train] table "
+            "into its file"
+        )
+    if output_dir is None:
+        if pair.receiver.adapter is None or not Path(pair.receiver.adapter).is_absolute():
+            raise PairError(
+                f"pair {pair.name!r} must name the adapter folder to make, but its receiver's "
+                f"adapter is {pair.receiver.adapter!r}; name a folder there, or give one"
+            )
+        output_dir = Path(pair.receiver.adapter)
+    task = get_task(pair.train.task, **pair.train.options)
+    base = load_model(dataclasses.replace(pair.receiver, adapter=None, adapter_revision=None))
+    return train_receiver(base, task, pair.train, output_dir, chat=pair.chat, progress=progress)
 
 
 def train_receiver(
@@ -209,6 +243,7 @@ def _arguments(
         weight_decay=recipe.weight_decay,
         max_grad_norm=recipe.max_grad_norm,
         seed=recipe.seed,
+        bf16=recipe.autocast,
         use_cpu=device.type == "cpu",
         save_steps=checkpoint_steps,
         save_total_limit=1,

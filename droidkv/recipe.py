@@ -31,6 +31,8 @@ class Recipe:
         warmup_steps: Steps over which the learning rate rises from zero.
         weight_decay: Decoupled weight decay.
         max_grad_norm: Gradients are scaled down to this norm.
+        autocast: Compute in bfloat16 where that is safe; weights and optimiser stay in float32.
+            Faster on GPUs and on CPUs with AVX-512 BF16 or AMX, slower on others.
         seed: Seed of the data order and of the matrices' initial values.
     """
 
@@ -46,6 +48,7 @@ class Recipe:
     warmup_steps: int = 0
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    autocast: bool = False
     seed: int = 0
 
     @classmethod
@@ -69,6 +72,7 @@ class Recipe:
             warmup_steps=fields.take("warmup_steps", int, cls.warmup_steps, minimum=0),
             weight_decay=fields.take("weight_decay", float, cls.weight_decay, minimum=0.0),
             max_grad_norm=fields.take("max_grad_norm", float, cls.max_grad_norm, minimum=0.0),
+            autocast=fields.take("autocast", bool, cls.autocast),
             seed=fields.take("seed", int, cls.seed, minimum=0),
         )
         fields.done()

@@ -17,10 +17,10 @@ from safetensors.torch import load_file  # noqa: E402
 
 from droidkv.content import ADAPTER_CONFIG, ADAPTER_WEIGHTS  # noqa: E402
 from droidkv.errors import PairError, StorageError, TaskError  # noqa: E402
-from droidkv.finetune import _row_losses, train_receiver  # noqa: E402
+from droidkv.finetune import _row_losses, train_pair, train_receiver  # noqa: E402
 from droidkv.loading import LoadedModel, load_model  # noqa: E402
 from droidkv.low_rank import lora_of_delta  # noqa: E402
-from droidkv.pair import ModelRef  # noqa: E402
+from droidkv.pair import ModelRef, read_pair  # noqa: E402
 from droidkv.recipe import Recipe  # noqa: E402
 from droidkv.tasks import Item, Split, Task, get_task  # noqa: E402
 from droidkv.training_rows import training_batches  # noqa: E402
@@ -165,3 +165,41 @@ def test_bad_input_is_refused_before_training(base: LoadedModel, tmp_path: Path)
     target.mkdir()
     with pytest.raises(StorageError, match="remove it or name another"):
         train_receiver(base, task, RECIPE, target)
+
+
+def test_a_pair_is_trained_by_its_own_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(
+        """
+schema_version = 1
+description = "x"
+tasks = ["records"]
+[sender]
+model = "tiny:llama?layers=2"
+[receiver]
+model = "tiny:llama?layers=2"
+adapter = "./adapter"
+[train]
+task = "records"
+options = { num_records = 2, questions_per_context = 2 }
+steps = 2
+learning_rate = 0.01
+rank = 2
+batch_size = 4
+autocast = true
+""",
+        encoding="utf-8",
+    )
+    pair = read_pair(path)
+    result = train_pair(pair)
+    assert result.adapter == tmp_path / "adapter"
+    assert result.num_answer_tokens > 0
+    sender, receiver = load_model(pair.sender), load_model(pair.receiver)
+    assert sender.fingerprint.weights == receiver.fingerprint.weights
+    assert sender.fingerprint.adapter != receiver.fingerprint.adapter
+    with pytest.raises(PairError, match=r"\[train\] table"):
+        train_pair(dataclasses.replace(pair, train=None))
+    with pytest.raises(PairError, match="adapter folder to make"):
+        train_pair(
+            dataclasses.replace(pair, receiver=dataclasses.replace(pair.receiver, adapter=None))
+        )
