@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -70,7 +71,5 @@ class DriftTable:
 
     def completed(self, num_calls: int) -> list[ReusePlan]:
         """Plans that had every item after the first `num_calls` calls."""
-        left = dict.fromkeys(self.rows, self.num_items)
-        for plan, _ in self.calls[:num_calls]:
-            left[plan] -= 1
-        return [plan for plan, items in left.items() if items <= 0]
+        items = Counter(plan for plan, _ in set(self.calls[:num_calls]))
+        return [plan for plan in self.rows if items[plan] == self.num_items]
