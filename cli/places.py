@@ -1,0 +1,57 @@
+"""Where the commands look for profiles and put what they make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import droidkv
+from droidkv.errors import ProfileError, unknown_name
+
+if TYPE_CHECKING:
+    from droidkv.pair import Pair, TaskRef
+    from droidkv.profile import Profile
+
+FOLDER = Path("profiles")
+
+
+def profile_folders() -> list[Path]:
+    """Where profiles are looked for by name: `profiles/` here, then that of the checkout."""
+    shipped = Path(droidkv.__file__).resolve().parent.parent / FOLDER
+    return list(dict.fromkeys([Path.cwd() / FOLDER, shipped]))
+
+
+def find_profile(name_or_path: str) -> Path:
+    """The file of a profile, by path (it ends in `.json` or has a slash) or by name.
+
+    Raises:
+        ProfileError: There is no profile of that name.
+    """
+    if name_or_path.endswith(".json") or "/" in name_or_path:
+        return Path(name_or_path)
+    known: dict[str, Path] = {}
+    for folder in profile_folders():
+        for path in sorted(folder.glob("*.json")):
+            if not path.name.endswith(".probe.json"):
+                known.setdefault(path.stem, path)
+    if name_or_path not in known:
+        looked = ", ".join(map(str, profile_folders()))
+        raise ProfileError(f"{unknown_name('profile', name_or_path, known)}. Looked in: {looked}")
+    return known[name_or_path]
+
+
+def read_named_profile(name_or_path: str) -> tuple[Path, Profile]:
+    """A profile and its file.
+
+    Raises:
+        ProfileError: See `find_profile` and `droidkv.profile.read_profile`.
+    """
+    from droidkv.profile import read_profile
+
+    path = find_profile(name_or_path)
+    return path, read_profile(path)
+
+
+def output_stem(pair: Pair, task: TaskRef) -> str:
+    """Name of what is made from a pair: the pair's, and the task's where it is not the main one."""
+    return pair.name if task == pair.tasks[0] else f"{pair.name}.{task.name}"

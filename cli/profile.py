@@ -1,0 +1,125 @@
+"""`droidkv profile`: from a pair to a stored profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .console import Console
+from .framework import Command
+from .frontier_table import summary
+from .options import (
+    choose_task,
+    command_line,
+    output_file,
+    pair_argument,
+    run_options,
+    task_options,
+)
+from .places import FOLDER, output_stem
+from .progress import duration
+from .stitch import fit_options
+
+
+@click.command(
+    cls=Command,
+    examples="""
+    droidkv profile smollm2-records
+    droidkv profile smollm2-records --items 4 --granularity 3 --output /tmp/quick.json
+    droidkv profile smollm2-tools --operator copy --decode all
+    droidkv profile smollm2-records & droidkv profile smollm2-records   # share one run
+    """,
+)
+@pair_argument
+@task_options
+@click.option("--items", default=16, show_default=True, help="Evaluated items.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the items.")
+@click.option(
+    "--granularity", default=1, show_default=True, help="Borders of groups are multiples of this."
+)
+@click.option(
+    "--operator",
+    "operators",
+    type=click.Choice(["copy", "stitch"]),
+    multiple=True,
+    default=("copy", "stitch"),
+    help="A family of plans. Repeatable; default: both.",
+)
+@click.option(
+    "--decode",
+    type=click.Choice(["none", "frontier", "all"]),
+    default="frontier",
+    show_default=True,
+    help="Which plans whose answer differs are decoded for their score; the others count as 0.",
+)
+@fit_options
+@run_options
+@click.option(
+    "-o", "--output", type=output_file, help="The profile's file. Default: profiles/PAIR.json."
+)
+@click.pass_obj
+def profile(
+    console: Console,
+    pair_name: str,
+    task_name: str | None,
+    task_pairs: tuple[str, ...],
+    items: int,
+    seed: int,
+    granularity: int,
+    operators: Any,
+    decode: Any,
+    calibration_items: int,
+    rank: int,
+    ridge: float,
+    dtype: str,
+    device: str,
+    output: Path | None,
+) -> None:
+    """Measure every plan of a pair on a task, and store the profile.
+
+    Beside the profile NAME.json comes the stitching map, NAME.stitch.safetensors. A run that was
+    stopped goes on where it was when the same command is given again; several processes with the
+    same command share the work.
+    """
+    from droidkv.pair import read_pair
+
+    pair = read_pair(pair_name)
+    task = choose_task(pair, task_name, task_pairs)
+    target = output or FOLDER / f"{output_stem(pair, task)}.json"
+
+    from droidkv.profile_job import ProfileSettings
+    from droidkv.profiler import profile_pair
+
+    settings = ProfileSettings(
+        task=task,
+        num_items=items,
+        seed=seed,
+        granularity=granularity,
+        operators=operators,
+        decode=decode,
+        calibration_items=calibration_items,
+        rank=rank,
+        ridge=ridge,
+        dtype=dtype,
+        device=device,
+    )
+    run_folder = target.with_suffix(".run")
+    console.resume_hint = (
+        f"nothing is lost: what was finished is kept in {run_folder}; the same command goes on "
+        f"from there"
+    )
+    console.note(f"profiling {pair.name} on {task}, {items} items, into {target}")
+    made = profile_pair(
+        pair,
+        settings,
+        target,
+        console.progress,
+        command_line(),
+        lambda seconds: console.note(
+            f"the sweep takes about {duration(seconds)} on this machine; the stitching map and "
+            f"decoding come on top"
+        ),
+    )
+    console.result(*summary(target, made))

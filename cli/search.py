@@ -1,0 +1,135 @@
+"""`droidkv search`: find the frontier of a deep model with a fraction of the exact sweep's work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .console import Console
+from .framework import Command
+from .frontier_table import summary
+from .options import (
+    choose_task,
+    command_line,
+    output_file,
+    pair_argument,
+    run_options,
+    task_options,
+)
+from .places import FOLDER, output_stem
+from .progress import duration
+from .stitch import fit_options
+
+
+@click.command(
+    cls=Command,
+    examples="""
+    droidkv search smollm2-records --budget 600
+    droidkv search my-70b-pair.toml --share 0.1 --device cuda --dtype bfloat16
+    droidkv search my-70b-pair.toml --worker 1   # a second process on the same study
+    """,
+)
+@pair_argument
+@task_options
+@click.option("--budget", type=click.IntRange(1), help="Evaluations of a plan on an item, in all.")
+@click.option(
+    "--share",
+    default=0.1,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="The budget as a share of the exact search, where --budget is not given.",
+)
+@click.option("--items", default=16, show_default=True, help="Evaluated items.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the items and the search.")
+@click.option("--granularity", default=1, show_default=True, help="Borders of groups.")
+@click.option(
+    "--operator",
+    "operators",
+    type=click.Choice(["copy", "stitch"]),
+    multiple=True,
+    default=("copy", "stitch"),
+    help="A family of plans. Repeatable; default: both.",
+)
+@click.option("--sampler", default="frontier", show_default=True, help="How plans are proposed.")
+@click.option("--loss", default="kl", show_default=True, help="What is minimised besides layers.")
+@click.option("--worker", default=0, show_default=True, help="A number for each process.")
+@fit_options
+@run_options
+@click.option(
+    "-o",
+    "--output",
+    type=output_file,
+    help="The profile's file. Default: profiles/PAIR.search.json.",
+)
+@click.pass_obj
+def search(
+    console: Console,
+    pair_name: str,
+    task_name: str | None,
+    task_pairs: tuple[str, ...],
+    budget: int | None,
+    share: float,
+    items: int,
+    seed: int,
+    granularity: int,
+    operators: Any,
+    sampler: str,
+    loss: Any,
+    worker: int,
+    calibration_items: int,
+    rank: int,
+    ridge: float,
+    dtype: str,
+    device: str,
+    output: Path | None,
+) -> None:
+    """Search for the frontier on a budget, with Optuna.
+
+    What was found is stored as a profile. Plans race over the items: one that falls behind is dropped. The study lies beside the output,
+    in NAME.study.db; a search that was stopped, or is given a larger budget, goes on.
+    """
+    from droidkv.pair import read_pair
+
+    pair = read_pair(pair_name)
+    task = choose_task(pair, task_name, task_pairs)
+    target = output or FOLDER / f"{output_stem(pair, task)}.search.json"
+
+    from droidkv.profile_job import ProfileSettings
+
+    from .search_run import SearchRun
+
+    settings = ProfileSettings(
+        task=task,
+        num_items=items,
+        seed=seed,
+        granularity=granularity,
+        operators=operators,
+        calibration_items=calibration_items,
+        rank=rank,
+        ridge=ridge,
+        dtype=dtype,
+        device=device,
+    )
+    run = SearchRun(pair, settings, target, console.progress)
+    wanted = budget or max(1, round(share * run.num_evaluations))
+    console.note(
+        f"{wanted} of {run.num_evaluations} evaluations, about "
+        f"{duration(wanted * run.seconds_per_evaluation())} on this machine"
+    )
+    console.resume_hint = (
+        f"nothing is lost: the study is kept in {run.study_file}; the same command goes on"
+    )
+    found = run.search(wanted, sampler, loss, worker)
+    value, lines = summary(target, run.write(found, command_line()))
+    value |= {
+        "num_evaluations": found.num_evaluations,
+        "num_evaluations_exact": run.num_evaluations,
+        "num_plans_lost": len(found.lost),
+    }
+    lines.append(
+        f"{found.num_evaluations} of {run.num_evaluations} evaluations; "
+        f"{len(found.found)} plans measured on every item, {len(found.lost)} dropped before"
+    )
+    console.result(value, lines)
