@@ -62,8 +62,9 @@ def ask(
 ) -> None:
     """Answer unseen questions three ways, with prefill times.
 
-    By the receiver's full prefill, by naive full reuse, and by a plan. The questions are items of the profile's task that were not measured. The prefill time is that
-    from the request to the first token, the sender's cache being in memory.
+    By the receiver's full prefill, by naive full reuse, and by a plan. The questions are items of
+    the profile's task that were not measured. The prefill time is that from the request to the
+    first token, the sender's cache being in memory.
     """
     if (document is None) != (question is None):
         raise click.UsageError("--document and --question go together")

@@ -56,7 +56,8 @@ def calibrate(
 ) -> None:
     """Time this machine, so that seconds can be predicted.
 
-    Run on an idle machine. The steps of a prefill are timed and fitted. The error is that on requests that were not used for the fit.
+    Run on an idle machine. The steps of a prefill are timed and fitted; the error is that on
+    requests that were not used for the fit.
     """
     from droidkv.pair import read_pair
 

@@ -44,7 +44,8 @@ operator_option = click.option(
 def frontier() -> None:
     """Show, plot, compare a profile's frontier, and pick from it.
 
-    The frontier is the plans that no other plan beats on both loss and cost. PROFILE is a file, or the name of one in ./profiles or in the checkout.
+    The frontier is the plans that no other plan beats on both loss and cost. PROFILE is a file,
+    or the name of one in ./profiles or in the checkout.
     """
 
 

@@ -87,8 +87,9 @@ def search(
 ) -> None:
     """Search for the frontier on a budget, with Optuna.
 
-    What was found is stored as a profile. Plans race over the items: one that falls behind is dropped. The study lies beside the output,
-    in NAME.study.db; a search that was stopped, or is given a larger budget, goes on.
+    What was found is stored as a profile. Plans race over the items: one that falls behind is
+    dropped. The study lies beside the output, in NAME.study.db; a search that was stopped, or is
+    given a larger budget, goes on.
     """
     from droidkv.pair import read_pair
 
