@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import numpy as np
 
-from droidkv.plan import Operator, all_plans
-from droidkv.search import DriftTable, ItemDrift
+from droidkv.plan import Operator, ReusePlan, all_plans
+from droidkv.search import (
+    BudgetedSearch,
+    Drift,
+    DriftTable,
+    ItemDrift,
+    NoRace,
+    SearchSettings,
+    SearchSpace,
+)
 
 
 def made_table(
@@ -31,3 +42,15 @@ def made_table(
             ItemDrift(kl, kl + 0.1, 1.0 if kl < 0.2 else 0.5, kl < 0.2) for kl in kls.tolist()
         )
     return DriftTable(rows)
+
+
+def search_worker(file: Path, worker: int, budget: int, seconds_per_call: float) -> None:
+    """A process of a search over a table of 8 layers; here, since a spawned one imports it."""
+    table = made_table(8)
+
+    def evaluate(plan: ReusePlan, item: int) -> Drift:
+        time.sleep(seconds_per_call)
+        return table(plan, item)
+
+    settings = SearchSettings(racing=NoRace(), worker=worker)
+    BudgetedSearch(SearchSpace(8), evaluate, 6, settings, file).run(budget)

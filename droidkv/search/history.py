@@ -62,18 +62,24 @@ def write_defeat(trial: optuna.Trial, rival: ReusePlan) -> None:
     trial.set_user_attr(_LOST_TO, str(rival))
 
 
+def plan_of(trial: FrozenTrial, space: SearchSpace) -> ReusePlan | None:
+    """The plan that a trial is at, or was queued for; None as long as its sampler is choosing."""
+    params: Mapping[str, Any] = trial.params
+    if not space.ranges.keys() <= params.keys():
+        params = trial.system_attrs.get("fixed_params", {})
+    return space.plan_of(params) if space.ranges.keys() <= params.keys() else None
+
+
 def read_history(
     trials: Sequence[FrozenTrial], space: SearchSpace, num_items: int
 ) -> dict[ReusePlan, PlanHistory]:
     """Gather the trials of a study by plan, in the order in which plans were first taken up."""
     plans: dict[ReusePlan, PlanHistory] = {}
     for trial in trials:
-        params: Mapping[str, Any] = trial.params
-        if trial.state == TrialState.WAITING:
-            params = trial.system_attrs.get("fixed_params", {})
-        if not {"start", "length"} <= params.keys():
-            continue  # killed between being asked for and being told its parameters
-        seen = plans.setdefault(space.plan_of(params), PlanHistory())
+        plan = plan_of(trial, space)
+        if plan is None:
+            continue
+        seen = plans.setdefault(plan, PlanHistory())
         for name, value in trial.user_attrs.items():
             if name.startswith(_ITEM):
                 seen.results[int(name.removeprefix(_ITEM))] = ItemDrift(*value)

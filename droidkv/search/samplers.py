@@ -26,7 +26,7 @@ from droidkv.search.surrogate import Surrogate, expected_gain, fit_surrogate, pl
 # Losses below this share of full reuse's are equal to the surrogate: it need not model rounding.
 LEAST_SHARE = 1e-3
 _FEWEST_OBSERVED = 6
-_REFIT_GROWTH = 1.2
+_REFIT_GROWTH = 1.25
 
 
 def distributions(space: SearchSpace) -> dict[str, BaseDistribution]:
@@ -161,8 +161,12 @@ class FrontierSampler(PlanSampler):
         return unseen[int(expected_gain(prediction, self._layers[rows], curve).argmax())]
 
     def _surrogate(self, features: Any, values: Any, share: Any) -> Surrogate:
-        if self._fitted is None or len(values) > _REFIT_GROWTH * self._fitted[0]:
-            self._fitted = len(values), fit_surrogate(features, values, share)
+        # Fitted to the first plans of a study alone, so that one resumed fits as one that was not.
+        size = _FEWEST_OBSERVED
+        while size * _REFIT_GROWTH <= len(values):
+            size = int(size * _REFIT_GROWTH)
+        if self._fitted is None or self._fitted[0] != size:
+            self._fitted = size, fit_surrogate(features[:size], values[:size], share[:size])
         return self._fitted[1]
 
     def _estimate(self, plan: PlanHistory, full_reuse: PlanHistory, reference: float) -> float:

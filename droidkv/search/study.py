@@ -6,9 +6,7 @@ whose budget was raised, goes on where it stood.
 
 from __future__ import annotations
 
-import logging
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,19 +14,26 @@ from typing import Any
 
 import numpy as np
 import optuna
-from optuna.storages import BaseStorage, RDBStorage
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState
 
-from droidkv.errors import PlanError, ProfileError, StorageError
+from droidkv.errors import PlanError
 from droidkv.plan import ReusePlan
 from droidkv.records import PlanRecord
 from droidkv.search.base import Drift, Evaluate, Loss, PlanCost, SearchSpace, one_evaluation
-from droidkv.search.history import PlanHistory, read_history, write_defeat, write_result
+from droidkv.search.history import (
+    PlanHistory,
+    plan_of,
+    read_history,
+    write_defeat,
+    write_result,
+)
 from droidkv.search.racing import ConfidentRace, RacingRule
 from droidkv.search.samplers import make_sampler
+from droidkv.search.storage import open_study, require_definition
 
-STUDY_NAME = "droidkv"
-HEARTBEAT_SECONDS = 30
-_DEFINITION = "definition"
+# Between the seeds of two workers, so that those of neighbouring searches do not meet.
+_SEED_STEP = 7919
 # A sampler that proposes known plans this often in a row is given an unknown one instead.
 _MAX_REPEATS = 5
 
@@ -139,7 +144,25 @@ class BudgetedSearch:
         self.num_items = num_items
         self.settings = settings or SearchSettings()
         self.plan_cost = plan_cost
-        self.study = self._open(storage, identity or {})
+        sampler = make_sampler(
+            self.settings.sampler,
+            space,
+            num_items,
+            self.settings.loss,
+            seed=self.settings.seed + _SEED_STEP * self.settings.worker,
+        )
+        self.study = open_study(storage, sampler)
+        require_definition(
+            self.study,
+            {
+                "num_layers": space.num_layers,
+                "operators": space.operators,
+                "granularity": space.granularity,
+                "num_items": num_items,
+                "loss": self.settings.loss,
+                "identity": identity or {},
+            },
+        )
         self._order: list[int] | None = None
         self._repeats = 0
         self._enqueue_missing([space.empty, space.full, *first_plans])
@@ -186,8 +209,15 @@ class BudgetedSearch:
 
     def _try_plan(self, trial: optuna.Trial) -> tuple[float, float]:
         plan = self._suggest(trial)
-        history = self._history()
+        trials = self.study.get_trials(deepcopy=False)
+        history = read_history(trials, self.space, self.num_items)
         seen = history[plan]
+        # Older trials that other workers' samplers are still choosing for, maybe this very plan.
+        choosing = [
+            each.number
+            for each in trials[: trial.number]
+            if each.state == TrialState.RUNNING and plan_of(each, self.space) is None
+        ]
         another = any(number < trial.number for number in seen.running)
         self._repeats = self._repeats + 1 if seen.is_settled or another else 0
         if seen.is_complete:
@@ -201,8 +231,14 @@ class BudgetedSearch:
             if rival is not None and self._has_lost(seen, history[rival]):
                 write_defeat(trial, rival)
                 raise optuna.TrialPruned
+            if choosing and self._is_taken(plan, choosing):
+                raise optuna.TrialPruned
             seen.results[item] = write_result(trial, item, self.evaluate(plan, item))
         return self._values(plan, seen)
+
+    def _is_taken(self, plan: ReusePlan, numbers: Sequence[int]) -> bool:
+        trials = self.study.get_trials(deepcopy=False)
+        return any(plan_of(trials[number], self.space) == plan for number in numbers)
 
     def _suggest(self, trial: optuna.Trial) -> ReusePlan:
         params: dict[str, Any] = {
@@ -274,67 +310,3 @@ class BudgetedSearch:
         for plan in dict.fromkeys(plans):
             if plan not in history:
                 self.study.enqueue_trial(self.space.params_of(plan))
-
-    def _open(
-        self, storage: Path | BaseStorage | None, identity: Mapping[str, Any]
-    ) -> optuna.Study:
-        optuna.logging.get_logger("optuna").setLevel(logging.ERROR)
-        seed = self.settings.seed + 7919 * self.settings.worker
-        sampler = make_sampler(
-            self.settings.sampler, self.space, self.num_items, self.settings.loss, seed
-        )
-        if isinstance(storage, Path):
-            storage = open_storage(storage)
-        study = optuna.create_study(
-            study_name=STUDY_NAME,
-            storage=storage,
-            sampler=sampler,
-            directions=["minimize", "minimize"],
-            load_if_exists=True,
-        )
-        definition = {
-            "num_layers": self.space.num_layers,
-            "operators": list(self.space.operators),
-            "granularity": self.space.granularity,
-            "num_items": self.num_items,
-            "loss": self.settings.loss,
-            **identity,
-        }
-        stored = study.user_attrs.get(_DEFINITION)
-        if stored is None:
-            study.set_user_attr(_DEFINITION, definition)
-        elif stored != definition:
-            differing = sorted(
-                name
-                for name in stored.keys() | definition.keys()
-                if stored.get(name) != definition.get(name)
-            )
-            raise ProfileError(
-                f"expected the stored search to be over the same plans and items, but it differs "
-                f"in {', '.join(differing)}; name another file for this search"
-            )
-        return study
-
-
-def open_storage(path: Path) -> RDBStorage:
-    """A study's SQLite file, made if missing. For workers on one machine or a file system that
-    locks; a trial whose worker shows no sign of life for two minutes may be taken up by others.
-
-    Raises:
-        StorageError: The file cannot be opened, or is not a study.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return RDBStorage(
-                f"sqlite:///{path}",
-                engine_kwargs={"connect_args": {"timeout": 60}},
-                heartbeat_interval=HEARTBEAT_SECONDS,
-                grace_period=4 * HEARTBEAT_SECONDS,
-            )
-    except Exception as error:  # SQLAlchemy's, SQLite's, Alembic's or the system's
-        raise StorageError(
-            f"expected an Optuna study in {path}, or a place to make one, got: {error}; "
-            "name another file"
-        ) from error

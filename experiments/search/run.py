@@ -4,7 +4,7 @@
     python experiments/search/run.py --table tiny --seeds 20
     python experiments/search/run.py --table synthetic:80 --budgets 0.01 0.02 0.05 --seeds 5
 
-Prints one markdown row per sampler, race and budget: means over seeds with 95 % bootstrap intervals.
+Prints one markdown row per sampler, race and budget: means over seeds, 95 % bootstrap intervals.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables that searches are replayed on: a profile, a tiny pair swept here, or made-up losses."""
+"""What searches are replayed on: a profile, a tiny pair swept here, or made-up losses."""
 
 from __future__ import annotations
 
