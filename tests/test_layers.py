@@ -15,16 +15,16 @@ LAYERS = """
 errors
 plan jsonio fields differences tiny
 costs identity recipe quality run_folder architecture
-ttft frontier records safetensors_file pair
-calibration_fit profile content cache provenance
+ttft frontier records safetensors_file pair stability
+calibration_fit profile content cache provenance probe_record
 objectives models sources low_rank
 choice capture loading tasks
 policy stitch encode plots
 prefill training_rows
 evaluate finetune
 sweep
-search probe profile_job
-profiler calibrate
+search profile_job
+profiler calibrate probe
 bench
 cli
 """
