@@ -142,11 +142,11 @@ class _Sweep:
 
     def _read_stacked(self, layer: int, pool: Tensor) -> Tensor:
         """One layer over `[num_plans, num_forced, hidden]`, several plans a call."""
-        plans_per_call = max(1, STACKED_TOKENS // self.forced.shape[1])
         view = self._sender_view(layer)
         parts = []
-        for part in torch.split(pool, plans_per_call):
-            step = self._stacked_step(len(part))
+        for part in torch.split(pool, self.plans_per_call):
+            whole = len(part) == self.plans_per_call
+            step = self.whole_step if whole else self._stacked_step(len(part))
             hidden = part.reshape(1, -1, part.shape[-1])
             hidden = self.receiver.run_layer(layer, hidden, step, view)
             parts.append(hidden.reshape(part.shape))
