@@ -255,14 +255,29 @@ def _arguments(
     )
 
 
-def _target_modules(model: nn.Module, recipe: Recipe) -> list[str]:
+def _target_modules(model: Any, recipe: Recipe) -> list[str]:
     """Full names of the linear layers the recipe trains."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     known = {name.rpartition(".")[2] for name in linear}
     for target in recipe.target_modules:
         if target not in known:
             raise PairError(unknown_name("target module", target, known))
-    return [name for name in linear if name.rpartition(".")[2] in recipe.target_modules]
+    num_layers: int = model.config.num_hidden_layers
+    if recipe.first_layer >= num_layers:
+        raise PairError(
+            f"expected first_layer below the model's {num_layers} layers, got {recipe.first_layer}"
+        )
+    return [
+        name
+        for name in linear
+        if name.rpartition(".")[2] in recipe.target_modules
+        and _layer_of(name) >= recipe.first_layer
+    ]
+
+
+def _layer_of(module_name: str) -> int:
+    """Index of the decoder layer a module is in: the first number in its name."""
+    return next((int(part) for part in module_name.split(".") if part.isdigit()), 0)
 
 
 def _open_checkpoints(folder: Path, base: LoadedModel, task: Task, recipe: Recipe) -> str | None:
@@ -313,7 +328,7 @@ def _trainable(
 def _trainable_lora(
     model: Any, targets: list[str], recipe: Recipe
 ) -> Iterator[tuple[nn.Module, Finish]]:
-    config = _lora_config(recipe, alpha=recipe.alpha)
+    config = _lora_config(model, recipe, alpha=recipe.alpha)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT guesses at the base model's card
         tuned: Any = peft.get_peft_model(model, config)
@@ -325,30 +340,32 @@ def _trainable_lora(
 
 @contextmanager
 def _trainable_full(
-    model: nn.Module, targets: list[str], recipe: Recipe
+    model: Any, targets: list[str], recipe: Recipe
 ) -> Iterator[tuple[nn.Module, Finish]]:
     """Trains the target weights themselves; their change is then cut to the recipe's rank."""
     modules = {name: model.get_submodule(name) for name in targets}
-    before = {name: module.weight.detach().clone() for name, module in modules.items()}  # type: ignore[operator]
+    before = {name: module.weight.detach().clone() for name, module in modules.items()}
     for name, weight in model.named_parameters():
         weight.requires_grad_(name.removesuffix(".weight") in modules)
 
     def finish() -> tuple[dict[str, Tensor], peft.LoraConfig]:
-        deltas = {name: modules[name].weight.detach() - old for name, old in before.items()}  # type: ignore[operator]
-        return adapter_state(deltas, recipe.rank), _lora_config(recipe, alpha=recipe.rank)
+        deltas = {name: modules[name].weight.detach() - old for name, old in before.items()}
+        return adapter_state(deltas, recipe.rank), _lora_config(model, recipe, alpha=recipe.rank)
 
     try:
         yield model, finish
     finally:
         with torch.no_grad():
             for name, old in before.items():
-                modules[name].weight.copy_(old)  # type: ignore[operator]
+                modules[name].weight.copy_(old)
 
 
-def _lora_config(recipe: Recipe, alpha: float) -> peft.LoraConfig:
+def _lora_config(model: Any, recipe: Recipe, alpha: float) -> peft.LoraConfig:
+    layers = list(range(recipe.first_layer, model.config.num_hidden_layers))
     return peft.LoraConfig(
         r=recipe.rank,
         lora_alpha=alpha,  # type: ignore[arg-type]
         target_modules=list(recipe.target_modules),
+        layers_to_transform=layers if recipe.first_layer else None,
         task_type="CAUSAL_LM",
     )

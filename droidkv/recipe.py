@@ -27,6 +27,8 @@ class Recipe:
         rank: Rank of the LoRA matrices; of no use with `full`.
         alpha: Scale of the LoRA update (`alpha / rank`).
         target_modules: Linear layers that get LoRA matrices.
+        first_layer: Decoder layers below it keep the base's weights, so the receiver's hidden state
+            there is the sender's; 0 trains all layers.
         batch_size: Items per optimiser step.
         warmup_steps: Steps over which the learning rate rises from zero.
         weight_decay: Decoupled weight decay.
@@ -44,6 +46,7 @@ class Recipe:
     rank: int = 16
     alpha: float = 32.0
     target_modules: tuple[str, ...] = ALL_PROJECTIONS
+    first_layer: int = 0
     batch_size: int = 8
     warmup_steps: int = 0
     weight_decay: float = 0.0
@@ -68,6 +71,7 @@ class Recipe:
             rank=fields.take("rank", int, cls.rank, minimum=1),
             alpha=fields.take("alpha", float, cls.alpha, minimum=0.0),
             target_modules=fields.take_list("target_modules", str, cls.target_modules),
+            first_layer=fields.take("first_layer", int, cls.first_layer, minimum=0),
             batch_size=fields.take("batch_size", int, cls.batch_size, minimum=1),
             warmup_steps=fields.take("warmup_steps", int, cls.warmup_steps, minimum=0),
             weight_decay=fields.take("weight_decay", float, cls.weight_decay, minimum=0.0),

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -139,6 +139,27 @@ def test_full_training_is_shipped_as_a_low_rank_change(base: LoadedModel, tmp_pa
         if not torch.equal(before[name], now)
     }
     assert changed == {name for name in before if "q_proj" in name or "k_proj" in name}
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_layers_below_the_first_keep_the_weights_of_the_base(
+    base: LoadedModel, tmp_path: Path, method: Literal["lora", "full"]
+) -> None:
+    before = weights_of(base)
+    recipe = dataclasses.replace(RECIPE, first_layer=1, steps=2, method=method)
+    train_receiver(base, get_task("records", **OPTIONS), recipe, tmp_path / "upper")
+    ref = ModelRef(model="tiny:llama?seed=0&layers=2", adapter=str(tmp_path / "upper"))
+    after = weights_of(load_model(ref))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert len(changed) == 7
+    assert all(name.startswith("model.layers.1.") for name in changed)
+    with pytest.raises(PairError, match="below the model's 2 layers"):
+        train_receiver(
+            base,
+            get_task("records", **OPTIONS),
+            dataclasses.replace(recipe, first_layer=2),
+            tmp_path / "none",
+        )
 
 
 def test_low_rank_part_is_exact_where_the_change_has_that_rank() -> None:
