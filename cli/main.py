@@ -14,9 +14,11 @@ from .confirm import confirm
 from .framework import Root
 from .frontier import frontier
 from .pair import pair
+from .probe import probe
 from .profile import profile
 from .search import search
 from .stitch import stitch
+from .verify import verify
 
 
 @click.group(cls=Root, epilog=exits.EPILOG)
@@ -37,6 +39,8 @@ for command in (
     confirm,
     search,
     stitch,
+    probe,
+    verify,
     calibrate,
     bench,
 ):

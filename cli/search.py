@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,12 +22,18 @@ from .places import FOLDER, output_stem
 from .progress import duration
 from .stitch import fit_options
 
+if TYPE_CHECKING:
+    from droidkv.plan import ReusePlan
+
+SUGGESTED_PLANS = 8
+
 
 @click.command(
     cls=Command,
     examples="""
     droidkv search smollm2-records --budget 600
     droidkv search my-70b-pair.toml --share 0.1 --device cuda --dtype bfloat16
+    droidkv search my-70b-pair.toml --probe profiles/my-70b-pair.probe.json
     droidkv search my-70b-pair.toml --worker 1   # a second process on the same study
     """,
 )
@@ -54,6 +60,12 @@ from .stitch import fit_options
 )
 @click.option("--sampler", default="frontier", show_default=True, help="How plans are proposed.")
 @click.option("--loss", default="kl", show_default=True, help="What is minimised besides layers.")
+@click.option(
+    "--probe",
+    "probe_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="A probe of the pair; the groups it suggests are tried first.",
+)
 @click.option("--worker", default=0, show_default=True, help="A number for each process.")
 @fit_options
 @run_options
@@ -77,6 +89,7 @@ def search(
     operators: Any,
     sampler: str,
     loss: Any,
+    probe_file: Path | None,
     worker: int,
     calibration_items: int,
     rank: int,
@@ -95,6 +108,7 @@ def search(
 
     pair = read_pair(pair_name)
     task = choose_task(pair, task_name, task_pairs)
+    first_plans = [] if probe_file is None else _suggested(probe_file, operators)
     target = output or FOLDER / f"{output_stem(pair, task)}.search.json"
 
     from droidkv.profile_job import ProfileSettings
@@ -122,7 +136,7 @@ def search(
     console.resume_hint = (
         f"nothing is lost: the study is kept in {run.study_file}; the same command goes on"
     )
-    found = run.search(wanted, sampler, loss, worker)
+    found = run.search(wanted, sampler, loss, worker, first_plans)
     value, lines = summary(target, run.write(found, command_line()))
     value |= {
         "num_evaluations": found.num_evaluations,
@@ -134,3 +148,11 @@ def search(
         f"{len(found.found)} plans measured on every item, {len(found.lost)} dropped before"
     )
     console.result(value, lines)
+
+
+def _suggested(probe_file: Path, operators: Any) -> list[ReusePlan]:
+    """Groups that would be best if the losses of single layers added up."""
+    from droidkv.probe_record import read_probe
+    from droidkv.search import additive_plans
+
+    return additive_plans(read_probe(probe_file).mean("reuse_one"), SUGGESTED_PLANS, operators)

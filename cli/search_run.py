@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,23 @@ class SearchRun:
         item, captured = self._prefilled(index)
         return evaluate_plan(self._job.receiver.model, captured, item, plan, self._stitch)
 
-    def search(self, budget: int, sampler: str, loss: Any, worker: int) -> SearchResult:
-        """Search until the study has used up the budget."""
+    def search(
+        self,
+        budget: int,
+        sampler: str,
+        loss: Any,
+        worker: int,
+        first_plans: Sequence[ReusePlan] = (),
+    ) -> SearchResult:
+        """Search until the study has used up the budget.
+
+        Args:
+            budget: Evaluations of a plan on an item.
+            sampler: Name of one of `droidkv.search.SAMPLERS`.
+            loss: What is minimised besides layers.
+            worker: Tells the processes of one study apart.
+            first_plans: Tried before anything is sampled; those out of the space are left out.
+        """
         settings = self._job.settings
         space = SearchSpace(
             self._job.receiver.model.num_layers, settings.operators, settings.granularity
@@ -85,6 +101,7 @@ class SearchRun:
             len(self._job.items),
             SearchSettings(sampler=sampler, loss=loss, seed=settings.seed, worker=worker),
             self.study_file,
+            [plan for plan in first_plans if plan in self._plans],
             identity=self._job.key(),
         )
         return budgeted.run(budget, self._on_progress)

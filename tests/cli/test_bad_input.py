@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_line import SMALL, error_of
+
+from droidkv.profile import read_profile
+
+DROIDKV = (sys.executable, "-m", "droidkv.cli.main")
+
+
+def rewritten(source: Path, change: Callable[[str], str]) -> Path:
+    """A changed copy of a profile in the current folder; its map is not there."""
+    copy = Path("changed.json")
+    copy.write_text(change(source.read_text()))
+    return copy
+
+
+def changed_fields(source: Path, **fields: object) -> Path:
+    return rewritten(source, lambda text: json.dumps({**json.loads(text), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda text: text[: len(text) // 2], "truncated"),
+        (lambda text: "", "truncated"),
+        (lambda text: text.replace('"kl":[', '"kl":[NaN,', 1), "finite number"),
+        (lambda text: text.replace('"pair"', '"schema_version":1,"pair"', 1), "twice"),
+        (lambda text: "[" * 100_000, "nested"),
+        (lambda text: "\x00" * 100, "expected JSON"),
+        (lambda text: text.replace('"[0,1)"', '"[0,99)"', 1), "[0,99)"),
+        (lambda text: text.replace('"schema_version": 1', '"schema_version": 9', 1), "update"),
+        (lambda text: text.replace('"num_layers": ', '"unheard_of": 1, "num_layers": '), "unheard"),
+    ],
+    ids=["half", "empty", "nan", "twice", "deep", "binary", "range", "version", "unknown"],
+)
+def test_a_damaged_or_hostile_profile(
+    smooth: Path, change: Callable[[str], str], complaint: str
+) -> None:
+    file = rewritten(smooth, change)
+    message = error_of("frontier", "show", file)
+    assert str(file) in message and complaint in message
+
+
+def test_a_profile_that_is_not_utf8() -> None:
+    Path("latin.json").write_bytes(b'{"pair": "\xff"}')
+    assert "byte 10" in error_of("frontier", "pick", "latin.json")
+
+
+def test_a_profile_that_is_not_there_or_a_folder() -> None:
+    assert "check the path" in error_of("frontier", "pick", "nowhere.json")
+    Path("folder.json").mkdir()
+    assert "regular file" in error_of("frontier", "pick", "folder.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("schema_version = 1\n[sender", "expected TOML"),
+        ("a" * 100_000, "expected at most"),
+        ("x = " + "[" * 3000, "nested"),
+        ("schema_version = 1\nunheard_of = 1\n", "'tasks'"),
+        ("schema_version = 2\n", "schema_version"),
+    ],
+)
+def test_a_damaged_or_hostile_pair(text: str, complaint: str) -> None:
+    Path("bad.toml").write_text(text)
+    for command in (["pair", "show"], ["profile"], ["verify"]):
+        message = error_of(*command, "./bad.toml")
+        assert "bad.toml" in message and complaint in message
+
+
+def test_two_models_that_share_no_cache_are_refused_before_any_work() -> None:
+    table = 'schema_version = 1\ndescription = "x"\ntasks = ["records"]\n'
+    table += '[sender]\nmodel = "tiny:llama"\n[receiver]\nmodel = "tiny:llama?layers=5"\n'
+    Path("odd.toml").write_text(table)
+    message = error_of("profile", "./odd.toml", "-o", "odd.json")
+    assert "num_hidden_layers" in message and "4" in message and "5" in message
+    assert sorted(path.name for path in Path().iterdir()) == ["odd.toml"]
+
+
+@pytest.mark.parametrize("plan", ["[0,9)", "[3,1)", "nonsense", "[1,2)+teleport"])
+def test_a_group_out_of_range(profiled: Path, plan: str) -> None:
+    message = error_of("ask", "tiny", "--profile", profiled, "--plan", plan)
+    assert "expected" in message
+    assert error_of("confirm", profiled, "--plan", plan) == message
+
+
+def test_a_profile_of_another_pair(profiled: Path) -> None:
+    other = changed_fields(profiled, pair="another")
+    message = error_of("ask", "tiny", "--profile", other, "--plan", "none")
+    assert "'another'" in message and "'tiny'" in message
+
+
+def test_a_profile_of_changed_weights_names_the_field_and_both_values(profiled: Path) -> None:
+    profile = read_profile(profiled)
+    there = profile.receiver.fingerprint.weights
+    assert there is not None
+    changed = "sha256:" + "0" * 64
+    file = rewritten(profiled, lambda text: text.replace(there, changed))
+    for command in (
+        ["ask", "tiny", "--profile", file, "--plan", "none"],
+        ["verify", "tiny", "--profile", file],
+        ["confirm", file, "--plan", "none", "--items", 1],
+    ):
+        message = error_of(*command)
+        assert "weights" in message and there in message and changed in message
+        assert "Nothing is reused" in message
+
+
+def test_a_profile_of_the_other_order_says_so(profiled: Path) -> None:
+    table = json.loads(profiled.read_text())
+    swapped = changed_fields(profiled, sender=table["receiver"], receiver=table["sender"])
+    message = error_of("ask", "tiny", "--profile", swapped, "--plan", "none")
+    assert "the other way round" in message
+
+
+def test_a_stitching_map_that_is_missing_damaged_or_of_another_fit(profiled: Path) -> None:
+    copy = Path("tiny.json")
+    copy.write_bytes(profiled.read_bytes())
+    ask = ("ask", "tiny", "--profile", copy, "--plan", "[1,2)+stitch")
+    map_file = Path("tiny.stitch.safetensors")
+    assert map_file.name in error_of(*ask)
+    good = profiled.with_name(map_file.name).read_bytes()
+    map_file.write_bytes(good[:-100])
+    assert map_file.name in error_of(*ask)
+    map_file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    message = error_of(*ask)
+    assert "sha256" in message and "profile anew" in message
+
+
+def test_an_item_with_an_empty_prefix() -> None:
+    rows = [{"context": " ", "question": "Who?", "answer": "Ann"}] * 40
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    message = error_of(
+        *("profile", "tiny", *SMALL[2:], "--operator", "copy", "--task", "local"),
+        *("--task-option", "data_files=rows.jsonl", "--task-option", "prefix={context}"),
+        *("--task-option", "suffix={question}", "--task-option", "answer={answer}"),
+    )
+    assert "prefix" in message
+
+
+def test_a_damaged_calibration(smooth: Path) -> None:
+    Path("calibration.json").write_text('{"schema_version": 1}')
+    message = error_of("frontier", "pick", smooth, "--calibration", "calibration.json")
+    assert "calibration.json" in message and "shape" in message
+
+
+def test_an_output_that_cannot_be_written(smooth: Path) -> None:
+    Path("file").write_text("")
+    message = error_of("frontier", "plot", smooth, "--output", "file/plots")
+    assert "choose another path" in message
+
+
+def test_a_full_stdout() -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([*DROIDKV, "pair", "list"], stdout=full, stderr=subprocess.PIPE)
+    assert result.returncode == 2
+    assert b"No space left" in result.stderr and b"Traceback" not in result.stderr
+
+
+def test_a_reader_that_stops_reading() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    result = subprocess.run([*DROIDKV, "pair", "list"], stdout=write_end, stderr=subprocess.PIPE)
+    os.close(write_end)
+    assert result.returncode == 1 and result.stderr == b""
+
+
+def test_a_disk_that_refuses_keeps_the_old_file(smooth: Path) -> None:
+    old = Path("smooth.frontier.png")
+    old.write_bytes(b"old")
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    result = subprocess.run(
+        [*DROIDKV, "frontier", "plot", smooth, "--output", "."],
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+    )
+    assert result.returncode == 2, result.stderr
+    assert "File too large" in result.stderr and "unchanged" in result.stderr
+    assert old.read_bytes() == b"old"
+    assert [path.name for path in Path().iterdir()] == [old.name]
+
+
+def test_a_full_disk_keeps_what_was_there(smooth: Path) -> None:
+    script = 'mount -t tmpfs -o size=16k none disk && echo old > disk/old && "$@"; code=$?; ls disk'
+    Path("disk").mkdir()
+    own_mounts = ["unshare", "--map-root-user", "--mount", "sh", "-c", f"{script}; exit $code", "-"]
+    if subprocess.run([*own_mounts, "true"], capture_output=True).returncode:
+        pytest.skip("this system lets no user mount a file system of its own")
+    result = subprocess.run(
+        [*own_mounts, *DROIDKV, "frontier", "plot", smooth, "--output", "disk"],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2, result.stderr
+    assert "the disk is full" in result.stderr and "Traceback" not in result.stderr
+    assert result.stdout.split() == ["old"]

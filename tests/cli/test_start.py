@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import click
+import pytest
+from command_line import run, run_json
+
+import droidkv
+from droidkv.cli.main import main
+from droidkv.objectives import COSTS, OBJECTIVES
+
+
+def commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, *path, name)
+        else:
+            yield (*path, name), command
+
+
+COMMANDS = dict(commands(main))
+
+
+def test_every_command_of_the_requirement_is_there() -> None:
+    names = {" ".join(path) for path in COMMANDS}
+    assert {f"pair {name}" for name in ("list", "show", "check", "train")} <= names
+    assert {f"frontier {name}" for name in ("show", "plot", "pick", "diff")} <= names
+    assert {"profile", "stitch", "probe", "verify", "calibrate", "doctor", "search", "ask"} <= names
+    assert {"bench sweep", "bench prefill"} <= names
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_help_has_examples_of_this_very_command(path: tuple[str, ...]) -> None:
+    shown = run(*path, "--help").stdout
+    assert "--json" in shown and "-q, --quiet" in shown
+    examples = shown.partition("Examples:\n")[2].strip().splitlines()
+    assert examples
+    for line in examples:
+        assert f"droidkv {' '.join(path)}" in line
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_options_of_the_examples_exist(path: tuple[str, ...]) -> None:
+    command = COMMANDS[path]
+    known = {name for parameter in command.params for name in parameter.opts}
+    for word in getattr(command, "examples", "").split():
+        if word.startswith("--"):
+            assert word in known, word
+
+
+def test_help_lists_every_command_without_cutting_its_sentence() -> None:
+    shown = run("--help").stdout
+    assert "..." not in shown.partition("Commands:")[2]
+    assert "Exit codes: 0 ok" in shown
+
+
+def test_objectives_and_costs_in_the_help_are_the_librarys() -> None:
+    shown = " ".join(run("frontier", "show", "--help").stdout.split())
+    for name in (*OBJECTIVES, *COSTS):
+        assert name in shown
+
+
+def test_version() -> None:
+    assert run("--version").stdout.split()[-1] == droidkv.__version__
+
+
+def test_no_command_is_wrong_usage() -> None:
+    assert "Commands:" in run(code=2).output
+
+
+def test_the_command_starts_without_heavy_packages() -> None:
+    code = (
+        "import sys; from droidkv.cli.main import main\n"
+        "try: main(['profile', '--help'])\n"
+        "except SystemExit: print(' '.join({m.split('.')[0] for m in sys.modules}))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    loaded = set(result.stdout.splitlines()[-1].split())
+    assert "click" in loaded
+    assert not loaded & {"torch", "transformers", "numpy", "matplotlib", "optuna", "datasets"}
+
+
+@pytest.mark.parametrize(
+    "arguments", [["frontier", "pick"], ["nonsense"], ["pair", "list", "--nonsense"]]
+)
+def test_wrong_usage_is_told_in_json_too(arguments: list[str]) -> None:
+    shown = run(*arguments, code=2)
+    assert shown.stdout == "" and "Try: " in shown.stderr
+    error = run_json(*arguments, code=2)["error"]
+    assert error["exit_code"] == 2
+    assert f"Error: {error['message']}" in shown.stderr
+
+
+def test_what_nobody_foresaw_is_a_bug_with_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("boom")
+
+    monkeypatch.setattr("droidkv.pair.list_pairs", broken)
+    shown = run("pair", "list", code=3)
+    assert "Traceback" in shown.stderr and "bug in droidkv" in shown.stderr
+    assert run_json("pair", "list", code=3)["error"]["type"] == "ZeroDivisionError"
