@@ -70,22 +70,45 @@ def plan_of(trial: FrozenTrial, space: SearchSpace) -> ReusePlan | None:
     return space.plan_of(params) if space.ranges.keys() <= params.keys() else None
 
 
-def read_history(
-    trials: Sequence[FrozenTrial], space: SearchSpace, num_items: int
-) -> dict[ReusePlan, PlanHistory]:
-    """Gather the trials of a study by plan, in the order in which plans were first taken up."""
-    plans: dict[ReusePlan, PlanHistory] = {}
-    for trial in trials:
-        plan = plan_of(trial, space)
+class HistoryReader:
+    """Gathers the trials of a study by plan. Finished ones are read once: they do not change."""
+
+    def __init__(self, space: SearchSpace, num_items: int) -> None:
+        self._space = space
+        self._num_items = num_items
+        self._finished: dict[ReusePlan, PlanHistory] = {}
+        self._read: set[int] = set()
+
+    def read(self, trials: Sequence[FrozenTrial]) -> dict[ReusePlan, PlanHistory]:
+        """Every plan that was taken up or is queued, by its first trial."""
+        unfinished = []
+        for trial in trials:
+            if trial.number in self._read:
+                continue
+            if trial.state.is_finished():
+                self._add(self._finished, trial)
+                self._read.add(trial.number)
+            else:
+                unfinished.append(trial)
+        history = dict(self._finished)
+        for trial in unfinished:
+            self._add(history, trial)
+        return history
+
+    def _add(self, history: dict[ReusePlan, PlanHistory], trial: FrozenTrial) -> None:
+        plan = plan_of(trial, self._space)
         if plan is None:
-            continue
-        seen = plans.setdefault(plan, PlanHistory())
+            return
+        seen = history.get(plan, PlanHistory())
+        results = dict(seen.results)
         for name, value in trial.user_attrs.items():
             if name.startswith(_ITEM):
-                seen.results[int(name.removeprefix(_ITEM))] = ItemDrift(*value)
-        seen.lost_to = trial.user_attrs.get(_LOST_TO, seen.lost_to)
-        seen.is_complete = len(seen.results) == num_items
-        seen.is_waiting |= trial.state == TrialState.WAITING
-        if trial.state == TrialState.RUNNING:
-            seen.running.append(trial.number)
-    return plans
+                results[int(name.removeprefix(_ITEM))] = ItemDrift(*value)
+        is_running = trial.state == TrialState.RUNNING
+        history[plan] = PlanHistory(
+            results=results,
+            is_complete=len(results) == self._num_items,
+            lost_to=trial.user_attrs.get(_LOST_TO, seen.lost_to),
+            running=[*seen.running, trial.number] if is_running else seen.running,
+            is_waiting=seen.is_waiting or trial.state == TrialState.WAITING,
+        )

@@ -19,7 +19,7 @@ from optuna.trial import FrozenTrial
 from droidkv.errors import PlanError, require_extra, unknown_name
 from droidkv.plan import ReusePlan, all_plans
 from droidkv.search.base import Loss, SearchSpace, item_loss
-from droidkv.search.history import PlanHistory, read_history
+from droidkv.search.history import HistoryReader, PlanHistory
 from droidkv.search.regret import log_losses, loss_curve
 from droidkv.search.surrogate import Surrogate, expected_gain, fit_surrogate, plan_features
 
@@ -55,6 +55,7 @@ class PlanSampler(BaseSampler):
         self.num_items = num_items
         self.loss: Loss = loss
         self.seed = seed
+        self._reader = HistoryReader(space, num_items)
 
     @abstractmethod
     def propose(
@@ -71,7 +72,7 @@ class PlanSampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         trials = study.get_trials(deepcopy=False)
-        history = read_history(trials, self.space, self.num_items)
+        history = self._reader.read(trials)
         rng = np.random.default_rng([self.seed, trial.number])
         return self.space.params_of(self.propose(history, rng))
 

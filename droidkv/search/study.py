@@ -22,13 +22,13 @@ from droidkv.plan import ReusePlan
 from droidkv.records import PlanRecord
 from droidkv.search.base import Drift, Evaluate, Loss, PlanCost, SearchSpace, one_evaluation
 from droidkv.search.history import (
+    HistoryReader,
     PlanHistory,
     plan_of,
-    read_history,
     write_defeat,
     write_result,
 )
-from droidkv.search.racing import ConfidentRace, RacingRule
+from droidkv.search.racing import RacingRule, SureRace
 from droidkv.search.samplers import make_sampler
 from droidkv.search.storage import open_study, require_definition
 
@@ -55,7 +55,7 @@ class SearchSettings:
 
     sampler: str = "frontier"
     loss: Loss = "kl"
-    racing: RacingRule = field(default_factory=ConfidentRace)
+    racing: RacingRule = field(default_factory=SureRace)
     seed: int = 0
     worker: int = 0
 
@@ -163,6 +163,7 @@ class BudgetedSearch:
                 "identity": identity or {},
             },
         )
+        self._reader = HistoryReader(space, num_items)
         self._order: list[int] | None = None
         self._repeats = 0
         self._enqueue_missing([space.empty, space.full, *first_plans])
@@ -210,7 +211,7 @@ class BudgetedSearch:
     def _try_plan(self, trial: optuna.Trial) -> tuple[float, float]:
         plan = self._suggest(trial)
         trials = self.study.get_trials(deepcopy=False)
-        history = read_history(trials, self.space, self.num_items)
+        history = self._reader.read(trials)
         seen = history[plan]
         # Older trials that other workers' samplers are still choosing for, maybe this very plan.
         choosing = [
@@ -224,10 +225,10 @@ class BudgetedSearch:
             return self._values(plan, seen)
         if seen.lost_to is not None or another:
             raise optuna.TrialPruned
+        rival = self._rival(plan, history)
         for item in self._item_order(history):
             if item in seen.results:
                 continue
-            rival = self._rival(plan, history)
             if rival is not None and self._has_lost(seen, history[rival]):
                 write_defeat(trial, rival)
                 raise optuna.TrialPruned
@@ -278,7 +279,7 @@ class BudgetedSearch:
         return float(plan.num_recomputed), float(losses.mean())
 
     def _history(self) -> dict[ReusePlan, PlanHistory]:
-        return read_history(self.study.get_trials(deepcopy=False), self.space, self.num_items)
+        return self._reader.read(self.study.get_trials(deepcopy=False))
 
     def _used(self, history: History) -> float:
         return sum(self.plan_cost(plan) * len(seen.results) for plan, seen in history.items())
@@ -295,9 +296,9 @@ class BudgetedSearch:
 
     def _unstick(self, history: History) -> None:
         """Queue an unknown plan after too many known ones, for samplers that see only integers."""
-        unseen = [plan for plan in self.space.plans if plan not in history]
         if self._repeats < _MAX_REPEATS:
             return
+        unseen = [plan for plan in self.space.plans if plan not in history]
         if unseen:
             rng = np.random.default_rng([self.settings.seed, self.settings.worker, len(history)])
             self._repeats = 0

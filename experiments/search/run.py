@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument(
         "--samplers", nargs="+", default=["random", "grid", "nsga2", "tpe", "frontier"]
     )
-    parser.add_argument("--races", nargs="+", default=["confident"], choices=RACES)
+    parser.add_argument("--races", nargs="+", default=["sure"], choices=RACES)
     parser.add_argument(
         "--budgets",
         nargs="+",

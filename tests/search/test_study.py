@@ -73,7 +73,7 @@ def test_workers_share_one_study(tmp_path: Path) -> None:
     file, table = tmp_path / "study.db", made_table(NUM_LAYERS)
     search(table, file)  # made before, so that both find the baselines queued
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=search_worker, args=(file, n, 120, 0.01)) for n in range(2)]
+    workers = [context.Process(target=search_worker, args=(file, n, 60, 0.01)) for n in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -81,7 +81,7 @@ def test_workers_share_one_study(tmp_path: Path) -> None:
         assert worker.exitcode == 0
     result = search(table, file).result()
     assert found(result) == {plan: table.rows[plan] for plan in found(result)}
-    assert 120 <= result.num_evaluations < 120 + 2 * table.num_items
+    assert 60 <= result.num_evaluations < 60 + 2 * table.num_items
     trials = search(table, file).study.get_trials()
     num_results = sum(key.startswith("item:") for t in trials for key in t.user_attrs)
     assert num_results <= result.num_evaluations + 2, "hardly anything was evaluated twice"
@@ -108,10 +108,10 @@ def test_a_killed_workers_plan_is_taken_up_after_the_grace_period(
     monkeypatch.setattr(droidkv.search.storage, "GRACE_SECONDS", 1)
     time.sleep(2)
 
-    result = search(table, file).run(10**9)
+    result = search(table, file).run(18)
 
-    assert set(found(result)) == set(SPACE.plans)
-    assert len(table.calls) == table.num_pairs - done, "what was evaluated is not lost"
+    assert {SPACE.empty, SPACE.full} <= found(result).keys()
+    assert len(table.calls) == result.num_evaluations - done, "what was evaluated is not lost"
 
 
 def test_a_search_over_something_else_is_refused(tmp_path: Path) -> None:
