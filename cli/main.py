@@ -11,6 +11,7 @@ from .ask import ask
 from .bench import bench
 from .calibrate import calibrate
 from .confirm import confirm
+from .doctor import doctor
 from .framework import Root
 from .frontier import frontier
 from .pair import pair
@@ -42,6 +43,7 @@ for command in (
     probe,
     verify,
     calibrate,
+    doctor,
     bench,
 ):
     main.add_command(command)

@@ -21,6 +21,16 @@ def profile_folders() -> list[Path]:
     return list(dict.fromkeys([Path.cwd() / FOLDER, shipped]))
 
 
+def known_profiles() -> dict[str, Path]:
+    """Name and file of every profile that can be had by name; one found twice is the first."""
+    known: dict[str, Path] = {}
+    for folder in profile_folders():
+        for path in sorted(folder.glob("*.json")):
+            if not path.name.endswith(".probe.json"):
+                known.setdefault(path.stem, path)
+    return known
+
+
 def find_profile(name_or_path: str) -> Path:
     """The file of a profile, by path (it ends in `.json` or has a slash) or by name.
 
@@ -29,11 +39,7 @@ def find_profile(name_or_path: str) -> Path:
     """
     if name_or_path.endswith(".json") or "/" in name_or_path:
         return Path(name_or_path)
-    known: dict[str, Path] = {}
-    for folder in profile_folders():
-        for path in sorted(folder.glob("*.json")):
-            if not path.name.endswith(".probe.json"):
-                known.setdefault(path.stem, path)
+    known = known_profiles()
     if name_or_path not in known:
         looked = ", ".join(map(str, profile_folders()))
         raise ProfileError(f"{unknown_name('profile', name_or_path, known)}. Looked in: {looked}")

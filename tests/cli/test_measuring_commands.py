@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from command_line import error_of, run, run_json
 
+from droidkv.doctor import Check
 from droidkv.oracles import VerifyResult
 
 RECORDS = ("--task-option", "num_records=2")
@@ -75,3 +76,26 @@ def test_bench_prefill_has_the_keys_that_scripts_read() -> None:
     assert row["k"] == 2 and row["limit"] == 2
     assert "[1,3)" in run(*arguments, "--layers", 2).stdout
     assert "1 to 4" in error_of(*arguments, "--layers", 5)
+
+
+def test_doctor_proves_reuse_on_this_machine() -> None:
+    value = run_json("doctor")
+    assert value["passed"]
+    found = {check["name"]: check for check in value["checks"]}
+    assert found["reuse"]["status"] == found["torch"]["status"] == "ok"
+    assert "recomputed [1,2)" in found["reuse"]["found"]
+
+
+def test_doctor_exits_with_1_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Check("torch", "fail", "not installed", "pip install 'droidkv[hf]'")
+    monkeypatch.setattr("droidkv.doctor.run_checks", lambda *_: [failed])
+    assert run_json("doctor", code=1)["passed"] is False
+    assert "torch: pip install 'droidkv[hf]'" in run("doctor", code=1).stdout
+
+
+def test_doctor_reads_the_profiles_of_this_folder() -> None:
+    Path("profiles").mkdir()
+    Path("profiles/damaged.json").write_text("{")
+    value = run_json("doctor", code=1)
+    (check,) = [each for each in value["checks"] if each["name"] == "profile damaged.json"]
+    assert check["status"] == "fail"
