@@ -131,7 +131,7 @@ def test_every_shipped_pair_file_is_valid() -> None:
         "smollm2-records",
         "smollm2-tools",
         "smollm2-needle",
-        "smollm2-records-reverse",
+        "smollm2-records-to-needle",
         "mixtral-8x7b-hermes-2",
     }
     for path in paths:
