@@ -66,13 +66,14 @@ def confirm(
     pair = read_pair(pair_name or profile.pair)
     target = output or path.with_name(f"{path.stem}.confirm.json")
 
-    from droidkv.profiler import confirm_plans
-
     run_folder = target.with_suffix(".run")
     console.resume_hint = (
         f"nothing is lost: what was finished is kept in {run_folder}; the same command goes on "
         f"from there"
     )
+
+    from droidkv.profiler import confirm_plans
+
     console.note(f"confirming {len(set(plans))} plans of {path} on {items} fresh items")
     made = confirm_plans(pair, path, plans, items, target, console.progress, command_line())
     console.result(*summary(target, made))

@@ -81,7 +81,7 @@ class Root(Group):
                 code = _report_usage(console, error)
         except (click.Abort, KeyboardInterrupt):
             code = exits.INTERRUPTED
-            console.error("Interrupted", f"interrupted: {console.resume_hint}", code)
+            console.error("Interrupted", f"interrupted; {console.resume_hint}", code)
         except click.ClickException as error:
             code = exits.BAD_INPUT
             console.error(type(error).__name__, error.format_message(), code)

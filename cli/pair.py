@@ -165,6 +165,10 @@ def train(
         raise click.UsageError("the pair file names no adapter folder; name one with --output")
     target = output or Path(str(adapter))
 
+    console.resume_hint = (
+        f"checkpoints are kept in {target}.training; the same command goes on from the last one"
+    )
+
     from droidkv.finetune import train_receiver
     from droidkv.loading import load_model
     from droidkv.tasks import get_task
@@ -175,9 +179,6 @@ def train(
     task = get_task(found.train.task, **found.train.options)
     seconds = _train_seconds(base, task, found.train, found.chat, max_tokens)
     console.note(f"{found.train.steps} steps, about {duration(seconds)} on this machine")
-    console.resume_hint = (
-        f"checkpoints are kept in {target}.training; the same command goes on from the last one"
-    )
     result = train_receiver(
         base,
         task,

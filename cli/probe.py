@@ -83,12 +83,13 @@ def probe(
     others = {path: read_probe(path) for path in compared}
     target = output or FOLDER / f"{output_stem(pair, task)}.probe.json"
 
-    from droidkv.probe import ProbeSettings, probe_pair
-
     console.resume_hint = (
         f"nothing is lost: what was finished is kept in {target.with_suffix('.run')}; the same "
         f"command goes on from there"
     )
+
+    from droidkv.probe import ProbeSettings, probe_pair
+
     console.note(
         f"probing {pair.name} on {task}: {items} items, each about as long as four prefills of it"
     )

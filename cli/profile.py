@@ -89,6 +89,12 @@ def profile(
     task = choose_task(pair, task_name, task_pairs)
     target = output or FOLDER / f"{output_stem(pair, task)}.json"
 
+    run_folder = target.with_suffix(".run")
+    console.resume_hint = (
+        f"nothing is lost: what was finished is kept in {run_folder}; the same command goes on "
+        f"from there"
+    )
+
     from droidkv.profile_job import ProfileSettings
     from droidkv.profiler import profile_pair
 
@@ -104,11 +110,6 @@ def profile(
         ridge=ridge,
         dtype=dtype,
         device=device,
-    )
-    run_folder = target.with_suffix(".run")
-    console.resume_hint = (
-        f"nothing is lost: what was finished is kept in {run_folder}; the same command goes on "
-        f"from there"
     )
     console.note(f"profiling {pair.name} on {task}, {items} items, into {target}")
     made = profile_pair(

@@ -111,6 +111,11 @@ def search(
     first_plans = [] if probe_file is None else _suggested(probe_file, operators)
     target = output or FOLDER / f"{output_stem(pair, task)}.search.json"
 
+    console.resume_hint = (
+        f"nothing is lost: the study is kept in {target.with_suffix('.study.db')}; the same "
+        f"command goes on"
+    )
+
     from droidkv.profile_job import ProfileSettings
 
     from .search_run import SearchRun
@@ -132,9 +137,6 @@ def search(
     console.note(
         f"{wanted} of {run.num_evaluations} evaluations, about "
         f"{duration(wanted * run.seconds_per_evaluation())} on this machine"
-    )
-    console.resume_hint = (
-        f"nothing is lost: the study is kept in {run.study_file}; the same command goes on"
     )
     found = run.search(wanted, sampler, loss, worker, first_plans)
     value, lines = summary(target, run.write(found, command_line()))

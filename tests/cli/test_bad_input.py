@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, error_of
+from command_line import error_of
 
 from droidkv.profile import read_profile
 
@@ -137,15 +137,12 @@ def test_a_stitching_map_that_is_missing_damaged_or_of_another_fit(profiled: Pat
     assert "sha256" in message and "profile anew" in message
 
 
-def test_an_item_with_an_empty_prefix() -> None:
-    rows = [{"context": " ", "question": "Who?", "answer": "Ann"}] * 40
+def test_an_item_with_an_empty_prefix_is_named() -> None:
+    rows = [{"prefix": "x", "suffix": "Who?", "answer": "Ann"}] * 20
+    rows[7] = {**rows[7], "prefix": " "}
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    message = error_of(
-        *("profile", "tiny", *SMALL[2:], "--operator", "copy", "--task", "local"),
-        *("--task-option", "data_files=rows.jsonl", "--task-option", "prefix={context}"),
-        *("--task-option", "suffix={question}", "--task-option", "answer={answer}"),
-    )
-    assert "prefix" in message
+    message = error_of("profile", "tiny", "--task", "local", "--task-option", "path=rows.jsonl")
+    assert "The prefix of row 8 of rows.jsonl is blank" in message
 
 
 def test_a_damaged_calibration(smooth: Path) -> None:
