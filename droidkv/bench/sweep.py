@@ -174,7 +174,7 @@ class _Loops:
             decoded: Those that the paper's loop is timed on.
             on_plan: Told how many plans the naive loop has done.
         """
-        self._warm_up(plans[: len(plans) // 10])
+        self._warm_up(plans[:2])
         device, timings = self.receiver.device, self.timings
         swept = self._sweep(plans)
         num_decoded = 0
