@@ -15,6 +15,7 @@ from pathlib import Path
 
 from droidkv.capture import capture
 from droidkv.evaluate import TokenItem
+from droidkv.jsonio import replacing
 from droidkv.loading import LoadedModel, load_pair
 from droidkv.pair import Pair, TaskRef
 from droidkv.plan import Operator, ReusePlan
@@ -68,14 +69,23 @@ def profile_pair(
         on_progress,
     )
 
-    map_file = output.with_suffix(".stitch.safetensors")
-    if stitch is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder.path / "map.safetensors", map_file)
-    profile = job.assemble(swept, scores, map_file if stitch else None, command, started)
+    map_file = keep_map(job, folder, output) if stitch is not None else None
+    profile = job.assemble(swept, scores, map_file, command, started)
     write_profile(output, profile)
     folder.remove()
     return profile
+
+
+def keep_map(job: Job, folder: RunFolder, output: Path) -> Path:
+    """The map's file beside the output: the confirmed profile's own where that lies there too."""
+    if job.confirmed is not None and job.confirmed.stitch is not None:
+        shared = Path(job.settings.confirms or "").parent / job.confirmed.stitch.file
+        if shared.resolve().parent == output.resolve().parent:
+            return shared
+    map_file = output.with_suffix(".stitch.safetensors")
+    with replacing(map_file) as temporary:
+        shutil.copyfile(folder.path / "map.safetensors", temporary)
+    return map_file
 
 
 def confirm_plans(

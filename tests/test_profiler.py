@@ -164,6 +164,9 @@ def test_a_plan_is_confirmed_on_items_that_did_not_choose_it(
     profile, file = finished
     plans = [ReusePlan.of(1, 3), ReusePlan.of(1, 3, "stitch")]
     confirmed = confirm_plans(read_pair("tiny"), file, plans, 4, tmp_path / "confirm.json")
+    assert load_map(tmp_path / "confirm.json", confirmed).rank == 4
+    beside = confirm_plans(read_pair("tiny"), file, plans, 1, file.with_name("tiny.confirm.json"))
+    assert beside.stitch is not None and beside.stitch.file == "tiny.stitch.safetensors"
     assert {m.plan for m in confirmed.measurements} == {
         *plans,
         ReusePlan.of(0, 0),
