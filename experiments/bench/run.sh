@@ -5,7 +5,7 @@ set -eu
 out=experiments/bench
 
 # Partial prefill against the stock model's own, by number of recomputed layers.
-droidkv bench prefill --prefix-tokens 1000 --suffix-tokens 16 --json > "$out/prefill.json"
+droidkv bench prefill --prefix-tokens 1000 --suffix-tokens 32 --json > "$out/prefill.json"
 
 # The exact sweep against the naive loop: a long prefix, all 465 groups and the empty one.
 droidkv bench sweep --prefix-tokens 1024 --suffix-tokens 8 --answer-tokens 4 \
