@@ -6,6 +6,8 @@ out=experiments/bench
 
 # Partial prefill against the stock model's own, by number of recomputed layers.
 droidkv bench prefill --prefix-tokens 1000 --suffix-tokens 32 --json > "$out/prefill.json"
+# The same with the shortest suffix there is: nearly the prefix alone.
+droidkv bench prefill --prefix-tokens 1000 --suffix-tokens 1 --json > "$out/prefill-suffix-1.json"
 
 # The exact sweep against the naive loop: a long prefix, all 465 groups and the empty one.
 droidkv bench sweep --prefix-tokens 1024 --suffix-tokens 8 --answer-tokens 4 \
