@@ -21,10 +21,18 @@ from droidkv.plan import ReusePlan, all_plans
 from droidkv.search.base import Loss, SearchSpace, item_loss
 from droidkv.search.history import HistoryReader, PlanHistory
 from droidkv.search.regret import log_losses, loss_curve
-from droidkv.search.surrogate import Surrogate, expected_gain, fit_surrogate, plan_features
+from droidkv.search.surrogate import (
+    Surrogate,
+    empty_features,
+    expected_gain,
+    fit_surrogate,
+    plan_features,
+)
 
 # Losses below this share of full reuse's are equal to the surrogate: it need not model rounding.
 LEAST_SHARE = 1e-3
+# Losses have ridges that a smooth process does not expect: every third plan is taken from the grid.
+EXPLORE_EVERY = 3
 _FEWEST_OBSERVED = 6
 _REFIT_GROWTH = 1.25
 
@@ -122,7 +130,8 @@ class CoarseToFineSampler(PlanSampler):
 
 
 class FrontierSampler(PlanSampler):
-    """The plan expected to push the frontier most, by a Gaussian process over all plans.
+    """The plan expected to push the frontier most, by a Gaussian process over all plans; every
+    third plan is the grid's.
 
     Plans that lost a race are observed too: their loss is taken as full reuse's, times how they
     compare with it on the items they were evaluated on.
@@ -132,6 +141,7 @@ class FrontierSampler(PlanSampler):
         super().__init__(space, num_items, loss, seed)
         self._first = CoarseToFineSampler(space, num_items, loss, seed)
         self._features = plan_features(space.plans, space.num_layers)
+        self._empty_features = empty_features(space.operators)
         self._layers = np.array([plan.num_recomputed for plan in space.plans], dtype=float)
         self._fitted: tuple[int, Surrogate] | None = None
 
@@ -143,15 +153,20 @@ class FrontierSampler(PlanSampler):
             return self._first.propose(history, rng)
         reference = self._mean_loss(full_reuse)
         # The full prefill loses nothing by definition, and would dwarf all other differences.
-        observed = {p: h for p, h in history.items() if h.results and p != self.space.full}
+        known = (self.space.empty, self.space.full)
+        observed = {p: h for p, h in history.items() if h.results and p not in known}
         unseen = [plan for plan in self.space.plans if plan not in history]
-        if len(observed) < _FEWEST_OBSERVED or not unseen or reference <= 0:
+        explores = len(history) % EXPLORE_EVERY == 0
+        if len(observed) < _FEWEST_OBSERVED or explores or not unseen or reference <= 0:
             return self._first.propose(history, rng)
         floor = LEAST_SHARE * reference
         estimates = [self._estimate(each, full_reuse, reference) for each in observed.values()]
-        values = log_losses(np.array(estimates), floor)
         share = np.array([len(each.results) / self.num_items for each in observed.values()])
-        features = self._features[self._rows(observed)]
+        # Wherever it starts, an empty group is full reuse: short groups lose about as much.
+        num_empty = len(self._empty_features)
+        values = log_losses(np.array([reference] * num_empty + estimates), floor)
+        share = np.concatenate([np.ones(num_empty), share])
+        features = np.concatenate([self._empty_features, self._features[self._rows(observed)]])
         rows = self._rows(unseen)
         prediction = self._surrogate(features, values, share).predict(
             features, values, share, self._features[rows]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from droidkv.plan import ReusePlan
+from droidkv.plan import Operator, ReusePlan
 from droidkv.quality import Array
 
 # Tried for every fit; the marginal likelihood chooses. Lengths are shares of the model's depth.
@@ -28,6 +28,13 @@ def plan_features(plans: Sequence[ReusePlan], num_layers: int) -> Array:
     features = np.array(rows, dtype=float).reshape(-1, 3)
     features[:, :2] /= num_layers
     return features
+
+
+def empty_features(operators: Sequence[Operator], num_borders: int = 11) -> Array:
+    """Features of empty groups at evenly spaced borders, `[num_borders * num_operators, 3]`."""
+    borders = np.linspace(0, 1, num_borders)
+    rows = [(border, border, operator == "stitch") for operator in operators for border in borders]
+    return np.array(rows, dtype=float)
 
 
 @dataclass(frozen=True)

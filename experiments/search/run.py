@@ -15,12 +15,12 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from tables import read_table
+from tables import Replay, read_table
 
 from droidkv.plan import ReusePlan
 from droidkv.provenance import machine_description
@@ -28,15 +28,16 @@ from droidkv.quality import bootstrap_interval
 from droidkv.search import (
     BudgetedSearch,
     ConfidentRace,
-    DriftTable,
     NoRace,
     RacingRule,
     SearchSettings,
     SearchSpace,
     SureRace,
     additive_plans,
+    loss_curve,
     regret,
 )
+from droidkv.search.regret import layers_within
 
 RACES: dict[str, RacingRule] = {
     "none": NoRace(),
@@ -44,7 +45,14 @@ RACES: dict[str, RacingRule] = {
     "confident": ConfidentRace(),
     "confident-1": ConfidentRace(num_errors=1.0),
 }
-COLUMNS = ("log_hypervolume_ratio", "hypervolume_ratio", "layers_gap")
+COLUMNS = {
+    "log_hypervolume_ratio": "area, log KL",
+    "hypervolume_ratio": "area, KL",
+    "layers_gap": "layers gap, KL",
+    "score_layers_gap": "layers gap, score",
+    "sweep_passes": "passes / sweep's",
+    "seconds": "s per run",
+}
 
 
 def main() -> None:
@@ -75,19 +83,18 @@ def main() -> None:
     parser.add_argument("--probe", help="JSON file of `droidkv probe`, to seed the search with")
     parser.add_argument("--output", type=Path, help="JSON lines, one per run and budget")
     options = parser.parse_args()
-    table, num_layers = read_table(options.table, tuple(options.operators))
+    target = read_table(options.table, tuple(options.operators))
+    table = target.table
     print(
-        f"`python {shlex.join(sys.argv)}`; {machine_description()}; {len(table.rows)} plans, "
-        f"{table.num_items} items, {table.num_pairs} evaluations in the exact search\n"
+        f"`python {shlex.join(sys.argv)}`; {machine_description()}; "
+        f"{len(table.rows)} plans, {table.num_items} items, {table.num_pairs} evaluations in the "
+        f"exact search; {options.seeds} seeds\n"
     )
-    print("| sampler | race | budget | plans found | " + " | ".join(COLUMNS) + " | s per run |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| sampler | race | budget | plans found | " + " | ".join(COLUMNS.values()) + " |")
+    print("| --- " * (4 + len(COLUMNS)) + "|", flush=True)
     for sampler in options.samplers:
         for race in options.races:
-            runs = [
-                replay(table, num_layers, sampler, race, seed, options)
-                for seed in range(options.seeds)
-            ]
+            runs = [replay(target, sampler, race, seed, options) for seed in range(options.seeds)]
             for budget in options.budgets:
                 print(_row(sampler, race, budget, [run[budget] for run in runs]), flush=True)
             if options.output:
@@ -99,10 +106,11 @@ def main() -> None:
 
 
 def replay(
-    table: DriftTable, num_layers: int, sampler: str, race: str, seed: int, options: Any
+    target: Replay, sampler: str, race: str, seed: int, options: Any
 ) -> dict[float, dict[str, float]]:
     """One search up to the largest budget; what it had at each."""
     started = time.monotonic()
+    table, num_layers = target.table, target.num_layers
     table.calls.clear()
     space = SearchSpace(num_layers, tuple(options.operators))
     settings = SearchSettings(sampler=sampler, racing=RACES[race], seed=seed)
@@ -110,13 +118,35 @@ def replay(
     search.run(max(options.budgets) * table.num_pairs)
     seconds = time.monotonic() - started
     exact = table.curve(num_layers)
+    # The exact sweep runs each layer once per start and operator it can be entered by.
+    sweep_passes = num_layers * (num_layers + 1) / 2 * len(options.operators) * table.num_items
     rows = {}
     for budget in options.budgets:
-        found = table.completed(int(budget * table.num_pairs))
+        num_calls = int(budget * table.num_pairs)
+        found = table.completed(num_calls)
         curve = table.curve(num_layers, plans=found)
         result = regret(curve, exact, options.threshold * exact[0], floor=1e-3 * exact[0])
-        rows[budget] = {**asdict(result), "found": len(found), "seconds": seconds}
+        passes = sum(plan.num_recomputed for plan, _ in table.calls[:num_calls])
+        rows[budget] = {
+            **asdict(result),
+            "found": len(found),
+            "sweep_passes": passes / sweep_passes,
+            "seconds": seconds,
+        }
+        if target.score_losses:
+            rows[budget]["score_layers_gap"] = _score_gap(target, found)
     return rows
+
+
+def _score_gap(target: Replay, found: Sequence[ReusePlan], max_percent: float = 5.0) -> int:
+    """Layers that the cheapest found plan within 5 % of the score needs beyond the exact one's."""
+    assert target.score_losses is not None
+    least = []
+    for plans in (found, target.table.rows):
+        points = ((plan.num_recomputed, target.score_losses[plan]) for plan in plans)
+        layers = layers_within(loss_curve(points, target.num_layers), max_percent)
+        least.append(target.num_layers if layers is None else layers)
+    return least[0] - least[1]
 
 
 def _first(options: Any) -> list[ReusePlan]:
@@ -130,9 +160,13 @@ def _first(options: Any) -> list[ReusePlan]:
 def _row(sampler: str, race: str, budget: float, rows: list[dict[str, float]]) -> str:
     cells = [sampler, race, f"{budget:.0%}", f"{statistics.mean(r['found'] for r in rows):.0f}"]
     for column in COLUMNS:
-        values = [row[column] for row in rows]
-        cells.append(f"{np.mean(values):.3f} {bootstrap_interval(values)}")
-    cells.append(f"{statistics.mean(r['seconds'] for r in rows):.1f}")
+        values = [row[column] for row in rows if column in row]
+        if not values:
+            cells.append("")
+        elif column in ("sweep_passes", "seconds"):
+            cells.append(f"{statistics.mean(values):.2g}")
+        else:
+            cells.append(f"{statistics.mean(values):.3f} {bootstrap_interval(values)}")
     return "| " + " | ".join(cells) + " |"
 
 

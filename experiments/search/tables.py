@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from droidkv.plan import Operator, all_plans
+from droidkv.plan import Operator, ReusePlan, all_plans
 from droidkv.search import DriftTable, ItemDrift
 
 TINY_LAYERS = 24
 
 
-def read_table(name: str, operators: tuple[Operator, ...]) -> tuple[DriftTable, int]:
-    """A table by name, and its model's number of layers.
+@dataclass(frozen=True)
+class Replay:
+    """What a search is replayed on.
+
+    Attributes:
+        table: Results of every plan on every item.
+        num_layers: Layers of the model.
+        score_losses: Relative loss of each plan's score in percent; None where nothing is scored.
+    """
+
+    table: DriftTable
+    num_layers: int
+    score_losses: Mapping[ReusePlan, float] | None = None
+
+
+def read_table(name: str, operators: tuple[Operator, ...]) -> Replay:
+    """A table by name.
 
     Args:
         name: `tiny`, `synthetic:LAYERS`, or the path of a profile.
         operators: Families of plans to keep.
     """
     if name == "tiny":
-        return _tiny(operators), TINY_LAYERS
+        return Replay(_tiny(operators), TINY_LAYERS)
     if name.startswith("synthetic:"):
         num_layers = int(name.removeprefix("synthetic:"))
-        return _synthetic(num_layers, operators), num_layers
+        return Replay(_synthetic(num_layers, operators), num_layers)
+    from droidkv.objectives import measure
     from droidkv.profile import read_profile
 
     profile = read_profile(Path(name))
     kept = set(all_plans(profile.num_layers, operators=operators))
     records = [record for record in profile.measurements if record.plan in kept]
-    return DriftTable.of_records(records), profile.num_layers
+    losses = {point.plan: point.loss for point in measure(profile, "score")}
+    return Replay(DriftTable.of_records(records), profile.num_layers, losses)
 
 
 def _tiny(operators: tuple[Operator, ...], num_items: int = 16) -> DriftTable:
