@@ -10,7 +10,7 @@ import torch
 
 from droidkv.cache import CapturedCache
 from droidkv.capture import capture
-from droidkv.doctor import Check
+from droidkv.check import Check
 from droidkv.errors import DroidKVError
 from droidkv.loading import LoadedModel, load_pair
 from droidkv.oracles import TOLERANCES

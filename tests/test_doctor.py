@@ -12,7 +12,8 @@ from made_profiles import profile
 
 from droidkv import doctor
 from droidkv.canary import canary, check_models
-from droidkv.doctor import Check, run_checks
+from droidkv.check import Check
+from droidkv.doctor import run_checks
 from droidkv.loading import load_pair
 from droidkv.pair import ModelRef, Pair, TaskRef, read_pair
 from droidkv.prefill import full_prefill

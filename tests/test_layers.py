@@ -13,19 +13,19 @@ ROOT = Path(__file__).parents[1]
 # One row per layer, from what everything may import to what nothing may.
 LAYERS = """
 errors
-plan jsonio fields differences tiny
+plan jsonio fields differences tiny check
 costs identity recipe quality run_folder architecture
 ttft frontier records safetensors_file pair stability
 calibration_fit profile content cache provenance probe_record
-objectives models sources low_rank
+objectives models sources low_rank calibration_file
 choice capture loading tasks
 policy stitch encode plots
 prefill training_rows
 evaluate finetune
 sweep
-search profile_job
-profiler calibrate probe
-bench
+search profile_job oracles bench
+profiler probe verify canary calibration_steps
+calibrate doctor
 cli
 """
 ROW = {name: row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}
