@@ -25,6 +25,7 @@ evaluate finetune
 sweep
 search probe profile_job
 profiler calibrate
+serve
 bench
 cli
 """
