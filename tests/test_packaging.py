@@ -38,7 +38,15 @@ def loaded_after(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["droidkv", "droidkv.plan", "droidkv.costs", "droidkv.ttft", "droidkv.profile"]
+    "module",
+    [
+        "droidkv",
+        "droidkv.plan",
+        "droidkv.costs",
+        "droidkv.ttft",
+        "droidkv.profile",
+        "droidkv.serve.keys",
+    ],
 )
 def test_importing_loads_no_heavy_package(module: str) -> None:
     loaded = loaded_after(f"import {module}")

@@ -23,9 +23,10 @@ from droidkv.serve.keys import STORE_FORMAT_VERSION, ChunkKey
 HEADER_BYTES = 256
 _MAGIC = b"droidkv\0"
 # magic, format version, kind, dtype, namespace, chunk index, chunk hash, layer, shape (four
-# numbers), bytes of the tensors, then the checksum of the header up to here and of the tensors.
+# numbers), bytes of the tensors, padding. The last four bytes of the header are the checksum.
 _FIELDS = struct.Struct("<8sQ8s16s32sQ32sQ4QQ")
 _CHECKSUM = struct.Struct("<I")
+_CHECKED_BYTES = HEADER_BYTES - _CHECKSUM.size
 
 
 class MissReason(StrEnum):
@@ -83,10 +84,10 @@ def encode(name: ObjectName, tensors: Sequence[Tensor]) -> Tensor:
     body = buffer[HEADER_BYTES:].view(tensors[0].dtype).view(shape)
     for slot, tensor in zip(body, tensors, strict=True):
         slot.copy_(tensor)
-    header = _FIELDS.pack(*_header(name, tensors[0].dtype, shape), num_bytes)
-    checksum = _CHECKSUM.pack(_crc(header, buffer[HEADER_BYTES:]))
-    padded = bytearray((header + checksum).ljust(HEADER_BYTES, b"\0"))
-    buffer[:HEADER_BYTES] = torch.frombuffer(padded, dtype=torch.uint8)
+    fields = _FIELDS.pack(*_header(name, tensors[0].dtype, shape), num_bytes)
+    fields = fields.ljust(_CHECKED_BYTES, b"\0")
+    header = bytearray(fields + _CHECKSUM.pack(_crc(fields, buffer[HEADER_BYTES:])))
+    buffer[:HEADER_BYTES] = torch.frombuffer(header, dtype=torch.uint8)
     return buffer
 
 
@@ -113,8 +114,8 @@ def decode(name: ObjectName, buffer: Tensor) -> Tensor:
     if body.numel() < num_bytes:
         raise _miss(MissReason.SHORT, name, f"{num_bytes} bytes of tensors", body.numel())
     body = body[:num_bytes]
-    expected = _CHECKSUM.unpack_from(head, _FIELDS.size)[0]
-    checksum = _crc(head[: _FIELDS.size], body)
+    (expected,) = _CHECKSUM.unpack_from(head, _CHECKED_BYTES)
+    checksum = _crc(head[:_CHECKED_BYTES], body)
     if checksum != expected:
         raise _miss(MissReason.CORRUPT, name, f"checksum {expected:08x}", f"{checksum:08x}")
     if namespace.hex() != name.key.namespace:
@@ -125,10 +126,10 @@ def decode(name: ObjectName, buffer: Tensor) -> Tensor:
     if _text(dtype) not in DTYPE_NAMES:
         raise _miss(MissReason.CORRUPT, name, f"a dtype of {DTYPE_NAMES}", repr(dtype))
     shape = [size for size in shape if size]
-    typed = body.view(getattr(torch, _text(dtype)))
-    if typed.numel() != math.prod(shape):
+    torch_dtype = getattr(torch, _text(dtype))
+    if num_bytes != math.prod(shape) * torch_dtype.itemsize:
         raise _miss(MissReason.CORRUPT, name, f"a tensor of shape {shape}", f"{num_bytes} bytes")
-    return typed.view(shape)
+    return body.view(torch_dtype).view(shape)
 
 
 def _header(name: ObjectName, dtype: torch.dtype, shape: tuple[int, ...]) -> list[bytes | int]:
