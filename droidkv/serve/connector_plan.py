@@ -40,6 +40,7 @@ class Fallback(StrEnum):
     PROMPT_EMBEDS = "prompt_embeds"
     PROMPT_LOGPROBS = "prompt_logprobs"
     POOLING = "pooling"
+    STREAMED_INPUT = "streamed_input"
     LOOKUP_TIMEOUT = "lookup_timeout"
     LOOKUP_BACKEND_DOWN = "lookup_backend_down"
     LOAD_ABSENT = "load_absent"
