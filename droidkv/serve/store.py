@@ -1,16 +1,18 @@
 """A store of KV and E objects that a sender fills and receivers read, object by object.
 
-A backend is a subclass with five small methods that move bytes. Names, checksums, deadlines,
+A backend is a subclass with six small methods that move bytes. Names, checksums, deadlines,
 counting and the closed list of reasons are the same for all of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -128,12 +130,24 @@ class Store(ABC):
         Raises:
             StoreMiss: The backend did not answer: `timeout` or `backend_down`.
         """
-        return self._contains_all([ObjectName(key, ObjectKind.KV, i) for i in layers], deadline)
+        names = [ObjectName(key, ObjectKind.KV, layer) for layer in layers]
+        return self.count_leading(names, deadline) == len(names)
 
     def contains_hidden(self, key: ChunkKey, layers: Iterable[int], deadline: float) -> bool:
         """Whether E of all these layers is there now. As `contains_kv`."""
         names = [ObjectName(key, ObjectKind.HIDDEN, layer) for layer in layers]
-        return self._contains_all(names, deadline)
+        return self.count_leading(names, deadline) == len(names)
+
+    def count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
+        """How many objects, from the first on, are there now. As `contains_kv`."""
+        if not names:
+            return 0
+        try:
+            if time.monotonic() >= deadline:
+                raise TimeoutError("the deadline had passed before anything was asked for")
+            return self._count_leading(names, deadline)
+        except Exception as cause:
+            raise self._missed(_as_miss(cause, "looking up", names)) from cause
 
     def get_kv(self, key: ChunkKey, layer: int, deadline: float) -> tuple[Tensor, Tensor]:
         """One layer's KV of one chunk: keys and values, `[num_kv_heads, chunk_tokens, head_dim]`.
@@ -184,8 +198,8 @@ class Store(ABC):
         """Take an object's bytes, `[num_bytes]` uint8; may raise anything."""
 
     @abstractmethod
-    def _contains(self, names: Sequence[ObjectName], deadline: float) -> bool:
-        """Whether all are there; may raise anything, `TimeoutError` for a timeout."""
+    def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
+        """How many are there before the first absent one; may raise as `_read`."""
 
     @abstractmethod
     def _read(self, names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
@@ -193,6 +207,10 @@ class Store(ABC):
 
         `TimeoutError` means a timeout. Nobody else may hold the tensors.
         """
+
+    @abstractmethod
+    def _forget(self, name: ObjectName) -> None:
+        """Drop a copy that proved unusable, so that a good one can be fetched next time."""
 
     def _put(self, name: ObjectName, tensors: Sequence[Tensor]) -> bool:
         buffer = encode(name, tensors)
@@ -203,14 +221,6 @@ class Store(ABC):
             return False
         self._count(puts=1, put_bytes=buffer.numel())
         return True
-
-    def _contains_all(self, names: Sequence[ObjectName], deadline: float) -> bool:
-        if not names:
-            return True
-        try:
-            return self._contains(names, deadline)
-        except Exception as cause:
-            raise self._missed(_as_miss(cause, "looking up", names)) from cause
 
     def _get(
         self, names: Sequence[ObjectName], num_dimensions: int, deadline: float
@@ -228,6 +238,9 @@ class Store(ABC):
             try:
                 found.append(self._decoded(name, buffer, num_dimensions))
             except StoreMiss as miss:
+                if miss.reason is not MissReason.ABSENT:
+                    with suppress(Exception):  # the miss is what counts
+                        self._forget(name)
                 raise self._missed(miss) from None
         num_bytes = sum(buffer.numel() for buffer in buffers if buffer is not None)
         self._count(gets=len(names), get_bytes=num_bytes)
@@ -270,12 +283,15 @@ class MemoryStore(Store):
     def _write(self, name: ObjectName, buffer: Tensor) -> None:
         self._objects[name] = buffer
 
-    def _contains(self, names: Sequence[ObjectName], deadline: float) -> bool:
-        return all(name in self._objects for name in names)
+    def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
+        return sum(1 for _ in itertools.takewhile(self._objects.__contains__, names))
 
     def _read(self, names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
         found = [self._objects.get(name) for name in names]
         return [None if buffer is None else buffer.clone() for buffer in found]
+
+    def _forget(self, name: ObjectName) -> None:
+        self._objects.pop(name, None)
 
 
 def coverage(
@@ -297,14 +313,15 @@ def coverage(
         StoreMiss: The backend did not answer: `timeout` or `backend_down`.
         PlanError: The plan reaches past the last layer.
     """
-    layers = reused_layers(num_layers, plan.check(num_layers).group.layers)
-    entry = [] if plan.transition is None else [plan.transition]
-    for covered, key in enumerate(keys):
-        if not store.contains_hidden(key, entry, deadline):
-            return covered * store.chunk_tokens
-        if not store.contains_kv(key, layers, deadline):
-            return covered * store.chunk_tokens
-    return len(keys) * store.chunk_tokens
+    parts = [
+        (ObjectKind.KV, i) for i in reused_layers(num_layers, plan.check(num_layers).group.layers)
+    ]
+    if plan.transition is not None:
+        parts.append((ObjectKind.HIDDEN, plan.transition))
+    if not parts:
+        return len(keys) * store.chunk_tokens
+    names = [ObjectName(key, kind, layer) for key in keys for kind, layer in parts]
+    return store.count_leading(names, deadline) // len(parts) * store.chunk_tokens
 
 
 def _as_miss(cause: Exception, doing: str, names: Sequence[ObjectName]) -> StoreMiss:
