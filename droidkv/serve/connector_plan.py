@@ -33,6 +33,7 @@ class Fallback(StrEnum):
     BAD_PLAN = "bad_plan"
     NO_STITCH = "no_stitch"
     FULL_PREFILL = "full_prefill"
+    NOT_CHOSEN = "not_chosen"
     TOO_SHORT = "too_short"
     NOT_COVERED = "not_covered"
     LORA = "lora"
@@ -187,6 +188,7 @@ class AuditRecord:
         advertised_tokens: Tokens that the engine was promised; 0 after a fallback.
         local_tokens: Of the prefix, those the engine held already.
         recomputed_layers: Layers of the group.
+        num_loads: How often its prefix was loaded; more than once if it was preempted.
         lookup_seconds: Until the store had answered.
         asynchronous: Whether the request waited while the engine went on.
         report: The worker's part.
@@ -200,6 +202,7 @@ class AuditRecord:
     advertised_tokens: int = 0
     local_tokens: int = 0
     recomputed_layers: int = 0
+    num_loads: int = 0
     lookup_seconds: float = 0.0
     asynchronous: bool = False
     report: LoadReport = field(default_factory=LoadReport)

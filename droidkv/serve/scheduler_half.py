@@ -170,6 +170,7 @@ class ReceiverScheduler:
         start = tracked.num_tokens - external_tokens
         tracked.record.local_tokens = start
         tracked.record.advertised_tokens = external_tokens
+        tracked.record.num_loads += 1
         self._loading[tracked.salt] = request_id
         self._jobs.append(
             LoadJob(
@@ -216,7 +217,6 @@ class ReceiverScheduler:
             tracked.lookup.cancel()
             tracked.record.reason = Fallback.ABORTED
         if self._let_go(tracked):
-            self._jobs = [job for job in self._jobs if job.request_id != request_id]
             self._dropped.append(request_id)
             tracked.record.reason = Fallback.ABORTED
         self._on_record(tracked.record)
@@ -275,7 +275,7 @@ class ReceiverScheduler:
                 return found(None, 0, Fallback.NOT_COVERED)
             plan = self.rules.choose(covered, len(tokens) - covered)
             if plan is None:
-                return found(None, covered, Fallback.FULL_PREFILL)
+                return found(None, covered, Fallback.NOT_CHOSEN)
             if reason := self._plan_obstacle(plan):
                 return found(plan, covered, reason)
         covered = coverage(self._store, keys, plan, self.rules.num_layers, deadline)

@@ -8,17 +8,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from droidkv.errors import IdentityError, ServeError, StitchError
+from droidkv.errors import CalibrationError, IdentityError, ServeError, StitchError
 from droidkv.fields import Fields
 from droidkv.frontier import pareto_front
 from droidkv.identity import Fingerprint
-from droidkv.jsonio import sha256_file
+from droidkv.jsonio import read_json, sha256_file
 from droidkv.objectives import default_objective, measure
 from droidkv.plan import ReusePlan
 from droidkv.policy import DEFAULT_MAX_LOSS, pick
 from droidkv.profile import Profile, read_profile
 from droidkv.serve.connector_plan import LOAD_ORDERS, LoadOrder
 from droidkv.stitch import StitchMap
+from droidkv.ttft import Calibration
 
 Role = Literal["sender", "receiver"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -42,6 +43,9 @@ class ServeSettings:
         allow_unprofiled: Receiver: reuse another model's cache without a profile, on request.
         plan: Receiver: the plan of every request that does not ask for one.
         max_loss: Receiver: the largest loss a plan may have that the server picks.
+        calibration: Receiver: the machine's, as `droidkv calibrate` wrote it; with it the server
+            weighs each request's length, and below the break-even length reuses nothing.
+        bandwidth_bytes_per_second: Receiver: the link, if slower than the calibrated load.
         stitch: Receiver: the stitching map, if not the profile's.
         order: Receiver: how loading and recomputing are arranged.
         load: Receiver: `sync` loads within the engine's step, `async` lets requests wait.
@@ -61,6 +65,8 @@ class ServeSettings:
     allow_unprofiled: bool = False
     plan: str | None = None
     max_loss: float = DEFAULT_MAX_LOSS
+    calibration: str | None = None
+    bandwidth_bytes_per_second: float | None = None
     stitch: str | None = None
     order: LoadOrder = "streamed"
     load: LoadMode = "sync"
@@ -88,6 +94,8 @@ class ServeSettings:
             allow_unprofiled=fields.take("allow_unprofiled", bool, False),
             plan=fields.optional("plan", str),
             max_loss=fields.take("max_loss", float, cls.max_loss, minimum=0.0),
+            calibration=fields.optional("calibration", str),
+            bandwidth_bytes_per_second=fields.optional("bandwidth_bytes_per_second", float),
             stitch=fields.optional("stitch", str),
             order=fields.take("order", str, cls.order, choices=LOAD_ORDERS),  # type: ignore[arg-type]
             load=fields.take("load", str, cls.load, choices=LOAD_MODES),  # type: ignore[arg-type]
@@ -227,20 +235,31 @@ def plan_chooser(
     if profile is None:
         return None
     objective = default_objective(profile)
+    calibration = None
+    if settings.calibration is not None:
+        calibration = Calibration.from_json(read_json(settings.calibration, CalibrationError))
 
     @lru_cache(maxsize=4096)
     def choose(prefix_tokens: int, suffix_tokens: int) -> ReusePlan | None:
         choice = pick(
             profile,
             max_loss=settings.max_loss,
+            bandwidth_bytes_per_second=settings.bandwidth_bytes_per_second,
             prefix_tokens=prefix_tokens,
             suffix_tokens=suffix_tokens,
+            calibration=calibration,
             objective=objective,
+            order="overlap" if settings.order == "streamed" else "serial",
         )
         return choice.plan if choice.reuses else None
 
-    # Without a calibration the choice depends on the profile alone.
-    return lambda prefix_tokens, suffix_tokens: choose(1, 1)
+    if calibration is None:  # the choice depends on the profile alone
+        return lambda prefix_tokens, suffix_tokens: choose(1, 1)
+    step = settings.chunk_tokens
+    # Rounded up, so that few different requests are ever weighed.
+    return lambda prefix_tokens, suffix_tokens: choose(
+        prefix_tokens, -(-suffix_tokens // step) * step
+    )
 
 
 def _stitch_of(settings: ServeSettings, profile: Profile | None) -> StitchMap | None:

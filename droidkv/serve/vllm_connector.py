@@ -79,6 +79,7 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._sender: Any = None
         self._receiver: Any = None
         self._result: Any = None
+        self._is_idle = False
         if role == KVConnectorRole.SCHEDULER:
             if self._is_sender:
                 self._sender_scheduler = SenderScheduler(self._setup.store.chunk_tokens)
@@ -164,6 +165,7 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         jobs = self._get_connector_metadata().jobs
+        self._is_idle = not forward_context.attn_metadata
         if self._receiver is not None:
             self._receiver.start(jobs.loads, jobs.dropped)
 
@@ -184,7 +186,7 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._sender is not None:
             self._sender.save(self._get_connector_metadata().jobs.saves)
         elif self._receiver is not None:
-            self._result = self._receiver.end_step()
+            self._result = self._receiver.end_step(self._is_idle)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._result is None:

@@ -342,8 +342,12 @@ class ReceiverWorker:
         for load in self._now:
             load.wait_for_layer(layer)
 
-    def end_step(self) -> StepResult:
-        """After a step's forward pass: recompute for waiting requests, and say what ended."""
+    def end_step(self, is_idle: bool = False) -> StepResult:
+        """After a step's forward pass: recompute for waiting requests, and say what ended.
+
+        Args:
+            is_idle: The step had no forward pass, so that the engine would spin until data comes.
+        """
         result = StepResult()
         for load in self._now:
             load.wait_until_done()
@@ -364,8 +368,8 @@ class ReceiverWorker:
             if load.failed:
                 result.failed.add(request_id)
             result.reports[request_id] = load.report
-        if self._waiting and not result.finished and left == self._tokens_per_step:
-            time.sleep(_POLL_SECONDS)  # nothing to do but to wait for the link
+        if is_idle and not result.finished and left == self._tokens_per_step:
+            time.sleep(_POLL_SECONDS)
         return result
 
     def close(self) -> None:
