@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from droidkv.errors import StorageError, unknown_name
@@ -57,6 +59,37 @@ class LMCacheSettings:
                 f"expected max_local_cpu_gib > 0, max_local_disk_gib > 0 and put_seconds >= 0, "
                 f"got {self.max_local_cpu_gib}, {self.max_local_disk_gib} and {self.put_seconds}"
             )
+
+    @classmethod
+    def parse(cls, address: str, chunk_tokens: int) -> LMCacheSettings:
+        """Read a remote URL, or `local://` for none; options of this process follow a `?`.
+
+        The options: `cpu_gib`, `keep_local` (0 or 1), `disk` (a folder), `disk_gib`,
+        `put_seconds`. Others stay in the URL, for the backend: `redis://host:6379/0?cpu_gib=2`.
+
+        Raises:
+            StorageError: A value is not of its kind or out of range.
+        """
+        parts = urlsplit(address)
+        kinds: dict[str, tuple[str, Callable[[str], Any]]] = {
+            "cpu_gib": ("max_local_cpu_gib", float),
+            "keep_local": ("keep_local", lambda text: bool(int(text))),
+            "disk": ("local_disk", Path),
+            "disk_gib": ("max_local_disk_gib", float),
+            "put_seconds": ("put_seconds", float),
+        }
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        fields: dict[str, Any] = {}
+        for name in kinds.keys() & options.keys():
+            field, kind = kinds[name]
+            try:
+                fields[field] = kind(options.pop(name))
+            except ValueError as cause:
+                raise StorageError(f"{address}: expected a number for {name} ({cause})") from cause
+        url = parts._replace(query=urlencode(options)).geturl()
+        if parts.scheme == "fs":  # `geturl` writes an absolute path with one slash
+            url = f"fs://{parts.netloc}{parts.path}"
+        return cls(None if parts.scheme == "local" else url, chunk_tokens, **fields)
 
     @property
     def scheme(self) -> str:

@@ -331,6 +331,11 @@ class LMCacheStore(Store):
         )
 
 
+def open_lmcache(address: str, chunk_tokens: int) -> LMCacheStore:
+    """Open a store by its address; see `LMCacheSettings.parse`."""
+    return LMCacheStore(LMCacheSettings.parse(address, chunk_tokens))
+
+
 def _start_manager(settings: LMCacheSettings) -> Any:
     config_module = require_extra("lmcache.v1.config", "store")
     metadata_module = require_extra("lmcache.v1.metadata", "store")

@@ -119,10 +119,9 @@ class StoreConformance:
         "other",
         [
             replace(KEYS[1], namespace=OTHER_SENDER),
-            replace(KEYS[1], index=0),
             replace(KEYS[1], chunk_hash=OTHER_TOKENS[1].chunk_hash),
         ],
-        ids=["sender", "index", "tokens"],
+        ids=["sender", "tokens"],
     )
     def test_another_name_is_absent(self, store: Store, other: ChunkKey) -> None:
         keys, values = random_kv()

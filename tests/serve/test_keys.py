@@ -10,24 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from serve.senders import a_sender
 
 from droidkv.errors import IdentityError, PlanError
 from droidkv.identity import Fingerprint, settings
 from droidkv.serve.keys import ChunkKey, chunk_hashes, chunk_keys, namespace_digest, reused_layers
 
-FIELDS: dict[str, Any] = {
-    "weights": "sha256:" + "1" * 64,
-    "architecture": settings({"model_type": "llama", "hidden_size": 576}),
-    "rope": settings({"rope_type": "default", "rope_theta": 100000.0}),
-    "vocabulary": "sha256:" + "2" * 64,
-    "tokenizer": "sha256:" + "3" * 64,
-    "added_tokens": "sha256:" + "4" * 64,
-    "weight_dtype": "float32",
-    "cache_dtype": "float32",
-    "quantisation": "none",
-    "adapter": "none",
-    "tensor_parallel": 1,
-}
 CHANGES: dict[str, list[Any]] = {
     "weights": ["sha256:" + "1" * 63 + "2", "headers:" + "1" * 64],
     "architecture": [settings({"model_type": "llama", "hidden_size": 577}), settings({})],
@@ -42,7 +30,7 @@ CHANGES: dict[str, list[Any]] = {
     "tensor_parallel": [2, 4],
     "format_version": [2],
 }
-SENDER = Fingerprint(**FIELDS)
+SENDER = a_sender()
 
 # A change of any of these means that nothing that was stored is found again: raise
 # STORE_FORMAT_VERSION instead, which says so.
