@@ -80,6 +80,7 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._receiver: Any = None
         self._result: Any = None
         self._is_idle = False
+        self._is_shut = False
         if role == KVConnectorRole.SCHEDULER:
             if self._is_sender:
                 self._sender_scheduler = SenderScheduler(self._setup.store.chunk_tokens)
@@ -211,9 +212,14 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._sender is None or bool(self._sender.flush(seconds))
 
     def shutdown(self) -> None:
+        from droidkv.serve.opening import release_store
+
         for half in (self._receiver_scheduler, self._receiver, self._sender):
             if half is not None:
                 half.close()
+        if not self._is_shut:
+            self._is_shut = True
+            release_store(self._setup.settings.store)
 
 
 def _view(request: Any, obstacle: Fallback | None) -> RequestView:

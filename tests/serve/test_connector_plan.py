@@ -146,7 +146,7 @@ def test_whatever_changes_the_mixed_blocks_changes_the_salt(name: str, value: ob
 
 def test_the_salt_is_the_same_in_every_process() -> None:
     assert mixed_salt(**SALTED) == (  # type: ignore[arg-type]
-        "droidkv:bafe22ddd8ae1d1ff5e4b43ed0b8a4fc53db43a6be0fbd03a23b7b02f01ae9ac"
+        "droidkv:fd1fdca8e6154151628ab812959e4e39f66f3cc189213757f142d18288641fcd"
     )
 
 
