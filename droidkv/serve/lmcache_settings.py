@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
 from droidkv.errors import StorageError, unknown_name
 
@@ -86,9 +86,7 @@ class LMCacheSettings:
                 fields[field] = kind(options.pop(name))
             except ValueError as cause:
                 raise StorageError(f"{address}: expected a number for {name} ({cause})") from cause
-        url = parts._replace(query=urlencode(options)).geturl()
-        if parts.scheme == "fs":  # `geturl` writes an absolute path with one slash
-            url = f"fs://{parts.netloc}{parts.path}"
+        url = _url(parts, options)
         return cls(None if parts.scheme == "local" else url, chunk_tokens, **fields)
 
     @property
@@ -110,5 +108,11 @@ class LMCacheSettings:
                 "socket_connect_timeout": str(SOCKET_SECONDS),
             }
             options |= dict(parse_qsl(parts.query))
-            return parts._replace(query=urlencode(options)).geturl()
+            return _url(parts, options)
         return self.remote_url
+
+
+def _url(parts: SplitResult, options: Mapping[str, str]) -> str:
+    # `geturl` would write `unix:/socket` for `unix:///socket`.
+    query = f"?{urlencode(options)}" if options else ""
+    return f"{parts.scheme}://{parts.netloc}{parts.path}{query}"

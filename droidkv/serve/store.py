@@ -231,6 +231,8 @@ class Store(ABC):
             buffers = self._read(names, deadline)
             if time.monotonic() > deadline:
                 raise TimeoutError("it came after the deadline")
+            if len(buffers) != len(names):
+                raise RuntimeError(f"expected {len(names)} objects, got {len(buffers)}")
         except Exception as cause:
             raise self._missed(_as_miss(cause, "reading", names)) from cause
         found = []
