@@ -39,7 +39,11 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
 pytestmark = pytest.mark.vllm
 
+# Other runs of the same tests: an architecture of `tiny:`, torch.compile, another way of loading.
 ARCHITECTURE = os.environ.get("DROIDKV_TEST_ARCHITECTURE", "llama")
+COMPILED = os.environ.get("DROIDKV_TEST_COMPILED") == "1"
+ORDER = os.environ.get("DROIDKV_TEST_ORDER", "streamed")
+LOAD = os.environ.get("DROIDKV_TEST_LOAD", "sync")
 # Chunks and blocks do not fit one another, so that prefixes end inside a block.
 LAYERS, CHUNK, BLOCK = 5, 96, 64
 # Longer recomputes wait while the engine goes on, so that both ways of loading are tested.
@@ -92,7 +96,7 @@ class Engine:
         self.llm = vllm.LLM(
             model=str(models.folder / role),
             dtype="float32",
-            enforce_eager=True,
+            enforce_eager=not COMPILED,
             max_model_len=512,
             max_num_batched_tokens=96,
             max_num_seqs=8,
@@ -214,6 +218,8 @@ def engine(models: Models, stored: dict[str, Any]) -> Iterator[Engine]:
         allow_unprofiled=True,
         stitch=str(models.folder / "stitch.safetensors"),
         load_seconds=5.0,
+        order=ORDER,
+        load=LOAD,
         tokens_per_step=TOKENS_PER_STEP,
     )
     yield engine
@@ -321,7 +327,7 @@ def test_long_recomputes_wait_while_others_are_answered(models: Models, engine: 
     for answer, prompt in zip(answers, [LONG, PROMPTS[0]], strict=True):
         assert_same(answer, reference(models, prompt, "[1,4)"))
     waited = {each["advertised_tokens"]: each["asynchronous"] for each in engine.records()[-2:]}
-    assert waited == {288: True, 192: False}
+    assert waited == {288: True, 192: LOAD == "async"}
 
 
 def test_preempted_requests_answer_the_same(models: Models, engine: Engine) -> None:
