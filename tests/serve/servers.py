@@ -44,7 +44,7 @@ def serving(command: Sequence[str], port: int, scheme: str, log: Path) -> Iterat
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    give_up_at = time.monotonic() + 60
+    give_up_at = time.monotonic() + 300
     while time.monotonic() < give_up_at and process.poll() is None:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
