@@ -217,7 +217,9 @@ def engine(models: Models, stored: dict[str, Any]) -> Iterator[Engine]:
         sender=str(models.folder / "sender"),
         allow_unprofiled=True,
         stitch=str(models.folder / "stitch.safetensors"),
-        load_seconds=5.0,
+        # No load here takes so long, however busy the machine.
+        load_seconds=120.0,
+        lookup_seconds=120.0,
         order=ORDER,
         load=LOAD,
         tokens_per_step=TOKENS_PER_STEP,
@@ -413,11 +415,12 @@ def test_a_store_that_hangs_gives_the_requests_own_prefill_at_the_deadline(
 
     def hang(names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
         if names[0].kind == "kv" and names[0].layer == LAYERS - 1:
-            release.wait(60)
+            release.wait(600)
         found: list[Tensor | None] = read(names, deadline)
         return found
 
     monkeypatch.setattr(store, "_read", hang)
+    monkeypatch.setattr(engine.worker()._receiver, "_load_seconds", 3.0)
     answers = engine.answer([PROMPTS[0], LONG], ["[2,4)", "[2,4)"])
     release.set()
     for answer, prompt in zip(answers, (PROMPTS[0], LONG), strict=True):
