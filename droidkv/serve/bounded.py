@@ -30,7 +30,7 @@ class BoundedCalls:
         self._name = name
         self._jobs: queue.SimpleQueue[tuple[Future[object], Callable[[], object]] | None]
         self._jobs = queue.SimpleQueue()
-        self._num_started = 0
+        self._threads: list[threading.Thread] = []
         self._num_idle = 0
         self._lock = threading.Lock()
 
@@ -43,10 +43,10 @@ class BoundedCalls:
         """
         future: Future[T] = Future()
         with self._lock:
-            if self._num_idle == 0 and self._num_started < self._num_threads:
-                self._num_started += 1
-                name = f"{self._name}-{self._num_started}"
-                threading.Thread(target=self._work, name=name, daemon=True).start()
+            if self._num_idle == 0 and len(self._threads) < self._num_threads:
+                name = f"{self._name}-{len(self._threads) + 1}"
+                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+                self._threads[-1].start()
             else:
                 self._num_idle -= self._num_idle > 0
         self._jobs.put((future, function))  # type: ignore[arg-type]
@@ -57,11 +57,17 @@ class BoundedCalls:
                 raise TimeoutError("it did not return by the deadline") from None
             raise  # the call's own
 
-    def stop(self) -> None:
-        """Let the threads end once they are idle. Waits for none."""
+    def stop(self, deadline: float) -> None:
+        """End the threads, and wait for those that are not stuck.
+
+        A daemon thread that is still in C++ code when the interpreter ends takes it down.
+        """
         with self._lock:
-            for _ in range(self._num_started):
-                self._jobs.put(None)
+            threads = list(self._threads)
+        for _ in threads:
+            self._jobs.put(None)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -35,6 +35,8 @@ _GETS_IN_FLIGHT = 8
 _LOOKUPS_IN_FLIGHT = 32
 _START_SECONDS = 300.0  # a busy machine needs minutes
 _CLOSE_SECONDS = 2 * SOCKET_SECONDS
+_STOP_SECONDS = 1.0
+_PAGE_BYTES = 4096  # what LMCache rounds an object's memory up to
 _MEMORY, _REMOTE = "LocalCPUBackend", "RemoteBackend"
 
 Future = concurrent.futures.Future[Any]
@@ -56,7 +58,8 @@ class LMCacheStore(Store):
     def __init__(self, settings: LMCacheSettings) -> None:
         super().__init__(settings.chunk_tokens)
         self.settings = settings
-        os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # it warns of every miss
+        # It logs every miss and every failed write, which are counted and named here.
+        os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
         self._utils = require_extra("lmcache.utils", "store")
         self._format = require_extra("lmcache.v1.memory_management", "store").MemoryFormat.HS_TD
         self._calls = BoundedCalls(_NUM_THREADS, "droidkv-store")
@@ -106,13 +109,14 @@ class LMCacheStore(Store):
         loop = self._manager.loop
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(loop.stop)
-        self._calls.stop()
+        self._calls.stop(deadline_in(_STOP_SECONDS))
         _OPEN.discard(self)
 
     def _write(self, name: ObjectName, buffer: Tensor) -> None:
         self._require_open()
         num_bytes = buffer.numel()
-        self._wait_for_room(num_bytes)
+        memory_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        self._wait_for_room(memory_bytes)
         if self._remote is not None:
             self._connection()
         memory = self._manager.allocate(
@@ -125,7 +129,7 @@ class LMCacheStore(Store):
             memory.tensor.copy_(buffer)
             for backend_name, backend in self._manager.get_active_storage_backends():
                 if backend_name == _REMOTE:
-                    self._track(backend.submit_put_task(key, memory), num_bytes)
+                    self._track(backend.submit_put_task(key, memory), memory_bytes)
                 else:
                     self._on_disk_soon.add(key)
                     backend.batched_submit_put_task([key], [memory])
@@ -133,9 +137,11 @@ class LMCacheStore(Store):
             memory.ref_count_down()
 
     def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
+        self._require_open()
         return self._calls.call(partial(self._count_now, names, deadline), deadline)
 
     def _read(self, names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
+        self._require_open()
         return self._calls.call(partial(self._read_now, names, deadline), deadline)
 
     def _forget(self, name: ObjectName) -> None:
@@ -143,7 +149,6 @@ class LMCacheStore(Store):
             backend.remove(self._key(name))
 
     def _count_now(self, names: Sequence[ObjectName], deadline: float) -> int:
-        self._require_open()
         keys = [self._key(name) for name in names]
         local = list(self._local_backends())
         absent = [i for i, key in enumerate(keys) if not any(b.contains(key) for b in local)]
@@ -152,7 +157,6 @@ class LMCacheStore(Store):
         return absent[0] if absent else len(keys)
 
     def _read_now(self, names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
-        self._require_open()
         keys = [self._key(name) for name in names]
         found = [self._read_local(key) for key in keys]
         absent = [i for i, buffer in enumerate(found) if buffer is None]
@@ -401,13 +405,17 @@ _WATCHING = threading.Event()
 
 
 def _close_at_exit(store: LMCacheStore) -> None:
-    """LMCache's threads are no daemons: an open store would keep the process alive."""
+    """LMCache's threads are no daemons: an open store would keep the process alive.
+
+    The thread that closes them is none either, so that the interpreter waits for it: it would
+    otherwise end while LMCache's memory is being freed, and abort.
+    """
     with _OPEN_LOCK:
         _OPEN.add(store)
         if _WATCHING.is_set():
             return
         _WATCHING.set()
-    threading.Thread(target=_close_all_at_exit, name="droidkv-store-exit", daemon=True).start()
+    threading.Thread(target=_close_all_at_exit, name="droidkv-store-exit").start()
 
 
 def _close_all_at_exit() -> None:

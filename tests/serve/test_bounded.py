@@ -26,7 +26,7 @@ def test_a_call_returns_or_raises_what_the_function_does() -> None:
         calls.call(fail, deadline_in(10))
     with pytest.raises(TimeoutError, match="its own"):
         calls.call(time_out, deadline_in(10))
-    calls.stop()
+    calls.stop(deadline_in(10))
 
 
 def test_a_call_that_does_not_return_ends_at_its_deadline() -> None:
@@ -38,7 +38,7 @@ def test_a_call_that_does_not_return_ends_at_its_deadline() -> None:
         assert time.monotonic() - start < 5
     release.set()
     assert calls.call(lambda: 7, deadline_in(10)) == 7
-    calls.stop()
+    calls.stop(deadline_in(10))
 
 
 def test_idle_threads_are_used_again() -> None:
@@ -48,7 +48,7 @@ def test_idle_threads_are_used_again() -> None:
         time.sleep(0.001)
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("reused")]
     assert 1 <= len(names) <= 4
-    calls.stop()
+    calls.stop(deadline_in(10))
 
 
 def test_many_callers_get_their_own_results() -> None:
@@ -64,7 +64,7 @@ def test_many_callers_get_their_own_results() -> None:
     for thread in threads:
         thread.join()
     assert found == {number: number * number for number in range(40)}
-    calls.stop()
+    calls.stop(deadline_in(10))
 
 
 def test_a_stuck_call_does_not_keep_the_process_alive() -> None:
@@ -78,3 +78,15 @@ def test_a_stuck_call_does_not_keep_the_process_alive() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert result.stdout.strip() == "gave up"
+
+
+def test_stopping_waits_for_what_runs_but_not_for_what_is_stuck() -> None:
+    calls, release, done = BoundedCalls(2, "stopped"), threading.Event(), threading.Event()
+    for function in (lambda: release.wait(60), lambda: time.sleep(0.2) or done.set()):
+        with pytest.raises(TimeoutError):
+            calls.call(function, deadline_in(0.02))
+    start = time.monotonic()
+    calls.stop(deadline_in(1.0))
+    assert done.is_set()
+    assert time.monotonic() - start < 10
+    release.set()

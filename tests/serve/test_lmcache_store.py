@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -185,14 +184,11 @@ def test_the_process_is_left_as_it_was() -> None:
     store = LMCacheStore(SETTINGS)
     assert gc.isenabled()
     assert multiprocessing.get_start_method(allow_none=True) in (None, "fork")
+    loop_thread = store._manager.thread
+    assert loop_thread.is_alive()
     store.close()
-    give_up_at = time.monotonic() + 20
-    while time.monotonic() < give_up_at:
-        alive = [t.name for t in threading.enumerate() if t.name == "storage-manager-event-loop"]
-        if not alive:
-            break
-        time.sleep(0.05)
-    assert alive == []
+    loop_thread.join(20)
+    assert not loop_thread.is_alive()
 
 
 def test_a_closed_store_misses() -> None:
@@ -204,8 +200,8 @@ def test_a_closed_store_misses() -> None:
 
 
 def test_the_least_recently_used_is_evicted_and_shortens_coverage() -> None:
-    store = LMCacheStore(replace(SETTINGS, max_local_cpu_gib=2 * MIB))  # 512 pages of 4 KiB
-    keys = chunk_keys(SENDER, range(400 * CHUNK_TOKENS), CHUNK_TOKENS)
+    store = LMCacheStore(replace(SETTINGS, max_local_cpu_gib=MIB / 2))  # 128 pages of 4 KiB
+    keys = chunk_keys(SENDER, range(100 * CHUNK_TOKENS), CHUNK_TOKENS)
     hidden = random_hidden()
     assert all(store.put_hidden(key, 1, hidden) for key in keys)
     for key in keys:
@@ -219,9 +215,9 @@ def test_the_least_recently_used_is_evicted_and_shortens_coverage() -> None:
 
 
 def test_what_memory_evicts_comes_from_the_folder(tmp_path: Path) -> None:
-    settings = replace(SETTINGS, remote_url=f"fs://{tmp_path}", max_local_cpu_gib=1 * MIB)
-    store = LMCacheStore(settings)
-    keys = chunk_keys(SENDER, range(300 * CHUNK_TOKENS), CHUNK_TOKENS)
+    settings = replace(SETTINGS, remote_url=f"fs://{tmp_path}", max_local_cpu_gib=MIB / 4)
+    store = LMCacheStore(settings)  # 64 pages of 4 KiB
+    keys = chunk_keys(SENDER, range(100 * CHUNK_TOKENS), CHUNK_TOKENS)
     values = [torch.full((CHUNK_TOKENS, 24), float(key.index)) for key in keys]
     for key, hidden in zip(keys, values, strict=True):
         assert store.put_hidden(key, 1, hidden)
@@ -275,16 +271,31 @@ def test_a_damaged_copy_in_memory_is_replaced_by_the_folders(tmp_path: Path) -> 
 def test_a_damaged_file_of_the_disk_tier_is_never_read_as_good(tmp_path: Path) -> None:
     settings = replace(SETTINGS, keep_local=False, local_disk=tmp_path)
     store = LMCacheStore(settings)
-    for damage, reason in (
-        (lambda path: path.write_bytes(path.read_bytes()[:-50]), MissReason.CORRUPT),
-        (lambda path: path.unlink(), MissReason.ABSENT),
-    ):
+
+    def flip(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+
+    for damage, reason in ((flip, MissReason.CORRUPT), (Path.unlink, MissReason.ABSENT)):
         store.put_hidden(KEYS[0], 0, random_hidden())
         assert store.flush(soon())
         store.get_hidden(KEYS[0], 0, soon())
         damage(only_file(tmp_path))
-        assert miss_reason(lambda: store.get_hidden(KEYS[0], 0, soon())) is reason
-        assert miss_reason(lambda: store.get_hidden(KEYS[0], 0, soon())) is MissReason.ABSENT
+        for expected in (reason, MissReason.ABSENT):  # and then it is forgotten
+            assert miss_reason(lambda: store.get_hidden(KEYS[0], 0, soon())) is expected
+    store.close()
+
+
+def test_a_cut_file_of_the_disk_tier_leaves_no_other_objects_bytes(tmp_path: Path) -> None:
+    # LMCache reads it into memory that still holds what was read there before, and says nothing.
+    store = LMCacheStore(replace(SETTINGS, keep_local=False, local_disk=tmp_path))
+    store.put_hidden(KEYS[0], 0, random_hidden())
+    assert store.flush(soon())
+    cut = only_file(tmp_path)
+    store.put_hidden(KEYS[0], 1, random_hidden())
+    assert store.flush(soon())
+    cut.write_bytes(cut.read_bytes()[:-200])
+    store.get_hidden(KEYS[0], 1, soon())
+    assert miss_reason(lambda: store.get_hidden(KEYS[0], 0, soon())) is MissReason.CORRUPT
     store.close()
 
 
@@ -325,7 +336,7 @@ def test_redis_may_die_and_come_back(tmp_path: Path, salt: str) -> None:
 
 def test_a_stalled_redis_costs_a_deadline_and_no_more(tmp_path: Path, salt: str) -> None:
     with redis_server(tmp_path) as server:
-        settings = replace(SETTINGS, remote_url=f"{server.url}?socket_timeout=2", put_seconds=0.2)
+        settings = replace(SETTINGS, remote_url=f"{server.url}?socket_timeout=2", put_seconds=0.05)
         store = RemoteOnly(replace(settings, max_local_cpu_gib=1 * MIB), salt)
         hidden = random_hidden()
         store.put_hidden(KEYS[0], 0, hidden)
