@@ -230,8 +230,8 @@ def _keys_transposed(
 ) -> tuple[Tensor, Tensor]:
     """CPU kernels: keys `[head_dim, block]`, values `[block, head_dim]`."""
     keys, values = _halves(cache, blocks, head_dim)
-    keys = keys.unflatten(2, (head_dim, block_tokens)).transpose(2, 3)
-    return keys, values.unflatten(2, (block_tokens, head_dim))
+    keys = keys.reshape(*keys.shape[:2], head_dim, block_tokens).transpose(2, 3)
+    return keys, values.reshape(*values.shape[:2], block_tokens, head_dim)
 
 
 def _halves_plain(
@@ -239,8 +239,8 @@ def _halves_plain(
 ) -> tuple[Tensor, Tensor]:
     """Keys `[block, head_dim]`, then values alike."""
     keys, values = _halves(cache, blocks, head_dim)
-    shape = (block_tokens, head_dim)
-    return keys.unflatten(2, shape), values.unflatten(2, shape)
+    shape = (*keys.shape[:2], block_tokens, head_dim)
+    return keys.reshape(shape), values.reshape(shape)
 
 
 def _fused_tokens(

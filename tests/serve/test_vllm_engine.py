@@ -31,6 +31,14 @@ from droidkv.serve.store import chunk_keys, deadline_in
 from droidkv.stitch import StitchMap, fit_stitch
 from droidkv.tiny import TinySpec, tiny_model, tiny_tokenizer
 
+# Other runs of the same tests: an architecture of `tiny:`, torch.compile, another way of loading.
+ARCHITECTURE = os.environ.get("DROIDKV_TEST_ARCHITECTURE", "llama")
+COMPILED = os.environ.get("DROIDKV_TEST_COMPILED") == "1"
+ORDER = os.environ.get("DROIDKV_TEST_ORDER", "streamed")
+LOAD = os.environ.get("DROIDKV_TEST_LOAD", "sync")
+
+if not COMPILED:  # vLLM compiles parts of its sampler with a C++ compiler even in eager mode
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -39,11 +47,6 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
 pytestmark = pytest.mark.vllm
 
-# Other runs of the same tests: an architecture of `tiny:`, torch.compile, another way of loading.
-ARCHITECTURE = os.environ.get("DROIDKV_TEST_ARCHITECTURE", "llama")
-COMPILED = os.environ.get("DROIDKV_TEST_COMPILED") == "1"
-ORDER = os.environ.get("DROIDKV_TEST_ORDER", "streamed")
-LOAD = os.environ.get("DROIDKV_TEST_LOAD", "sync")
 # Chunks and blocks do not fit one another, so that prefixes end inside a block.
 LAYERS, CHUNK, BLOCK = 5, 96, 64
 # Longer recomputes wait while the engine goes on, so that both ways of loading are tested.
