@@ -36,6 +36,7 @@ _LOOKUPS_IN_FLIGHT = 32
 _START_SECONDS = 300.0  # a busy machine needs minutes
 _CLOSE_SECONDS = 2 * SOCKET_SECONDS
 _STOP_SECONDS = 1.0
+_MOST_KEYS_WATCHED = 4096  # before those that are written are let go of
 _PAGE_BYTES = 4096  # what LMCache rounds an object's memory up to
 _MEMORY, _REMOTE = "LocalCPUBackend", "RemoteBackend"
 
@@ -125,13 +126,16 @@ class LMCacheStore(Store):
         if memory is None:
             raise MemoryError(f"no room for {num_bytes} bytes in LMCache's memory")
         key = self._key(name)
+        if self.settings.local_disk is not None:
+            self._on_disk_soon.add(key)
+            if len(self._on_disk_soon) > _MOST_KEYS_WATCHED:
+                self._is_writing_to_disk()
         try:
             memory.tensor.copy_(buffer)
             for backend_name, backend in self._manager.get_active_storage_backends():
                 if backend_name == _REMOTE:
                     self._track(backend.submit_put_task(key, memory), memory_bytes)
                 else:
-                    self._on_disk_soon.add(key)
                     backend.batched_submit_put_task([key], [memory])
         finally:
             memory.ref_count_down()
@@ -283,14 +287,15 @@ class LMCacheStore(Store):
             self._changed.notify_all()
         if future.cancelled() or future.exception() is not None:
             self._count(put_failures=1)
+            if self._is_lm and (connection := self._remote.connection) is not None:
+                self._drop(connection)  # the server still waits for the rest of the object
 
     def _is_writing_to_disk(self) -> bool:
         backends = list(self._local_backends())
         for key in list(self._on_disk_soon):
-            if any(backend.exists_in_put_tasks(key) for backend in backends):
-                return True
-            self._on_disk_soon.discard(key)
-        return False
+            if not any(backend.exists_in_put_tasks(key) for backend in backends):
+                self._on_disk_soon.discard(key)
+        return bool(self._on_disk_soon)
 
     @property
     def _remote(self) -> Any:

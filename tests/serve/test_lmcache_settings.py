@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from droidkv.errors import StorageError
+from droidkv.errors import MissingExtraError, StorageError
 from droidkv.serve.lmcache_settings import REMOTE_SCHEMES, LMCacheSettings
 
 
@@ -86,3 +86,12 @@ def test_importing_the_store_does_not_import_lmcache() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_without_lmcache_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from droidkv.serve.lmcache_store import LMCacheStore
+
+    for module in ("lmcache", "lmcache.utils"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=r"droidkv\[store\]"):
+        LMCacheStore(LMCacheSettings(chunk_tokens=16))
