@@ -328,7 +328,7 @@ def test_a_sender_stores_chunks_as_they_fill_and_once() -> None:
     half = SenderScheduler(CHUNK)
     half.admit(RequestView("r", TOKENS))
     half.admit(RequestView("lora", TOKENS, obstacle=Fallback.LORA))
-    saved = []
+    saved: list[int] = []
     for computed in (5, 15, 20, 8, 40, 41, 60):  # 8: preempted, and prefilled once more
         for job in half.step(
             [Scheduled("r", BLOCKS, computed), Scheduled("lora", BLOCKS, computed)]
