@@ -45,7 +45,7 @@ pytest.importorskip("lmcache", reason="lmcache is not installed (pip install 'dr
 
 from droidkv.serve.lmcache_store import LMCacheStore, open_lmcache
 
-SETTINGS = LMCacheSettings(chunk_tokens=CHUNK_TOKENS, max_local_cpu_gib=0.02)
+SETTINGS = LMCacheSettings(chunk_tokens=CHUNK_TOKENS, max_local_cpu_gib=0.02, put_seconds=60.0)
 MIB = 1 / 1024
 
 
