@@ -82,7 +82,13 @@ def test_a_stuck_call_does_not_keep_the_process_alive() -> None:
 
 def test_stopping_waits_for_what_runs_but_not_for_what_is_stuck() -> None:
     calls, release, done = BoundedCalls(2, "stopped"), threading.Event(), threading.Event()
-    for function in (lambda: release.wait(60), lambda: time.sleep(0.2) or done.set()):
+
+    def finish_late() -> bool:
+        time.sleep(0.2)
+        done.set()
+        return True
+
+    for function in (lambda: release.wait(60), finish_late):
         with pytest.raises(TimeoutError):
             calls.call(function, deadline_in(0.02))
     start = time.monotonic()
