@@ -48,6 +48,10 @@ class CalibrationError(DroidKVError, ValueError):
     """A calibration is malformed, missing, or of another machine."""
 
 
+class ServeError(DroidKVError, ValueError):
+    """A serving process is set up in a way that cannot work, or was never tested."""
+
+
 class StorageError(DroidKVError, OSError):
     """Reading or writing a file failed; nothing that was there before is lost."""
 

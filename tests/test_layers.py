@@ -26,6 +26,7 @@ sweep
 search profile_job oracles bench
 profiler probe verify canary calibration_steps
 calibrate doctor
+serve
 cli
 """
 ROW = {name: row for row, line in enumerate(LAYERS.split("\n")) for name in line.split()}

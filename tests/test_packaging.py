@@ -38,7 +38,15 @@ def loaded_after(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["droidkv", "droidkv.plan", "droidkv.costs", "droidkv.ttft", "droidkv.profile"]
+    "module",
+    [
+        "droidkv",
+        "droidkv.plan",
+        "droidkv.costs",
+        "droidkv.ttft",
+        "droidkv.profile",
+        "droidkv.serve.keys",
+    ],
 )
 def test_importing_loads_no_heavy_package(module: str) -> None:
     loaded = loaded_after(f"import {module}")
@@ -59,11 +67,15 @@ def test_the_checkouts_cli_folder_is_installed_as_a_part_of_droidkv() -> None:
     assert "cli" not in found
 
 
-def test_every_extra_is_in_all() -> None:
+# Serving pins other versions of common packages, and an engine for a GPU excludes one for a CPU.
+SERVING_EXTRAS = {"store", "vllm", "vllm-cpu"}
+
+
+def test_every_extra_but_those_for_serving_is_in_all() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
     (everything,) = extras["all"]
     named = everything.partition("[")[2].rstrip("]").split(",")
-    assert set(named) == set(extras) - {"all"}
+    assert set(named) == set(extras) - {"all"} - SERVING_EXTRAS
 
 
 def test_the_version_is_the_packages() -> None:

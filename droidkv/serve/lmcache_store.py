@@ -1,0 +1,430 @@
+"""The store on LMCache's storage manager: its tiers, its eviction, its remote backends.
+
+The only file that imports lmcache, and only when a store is opened: the import takes seconds, and
+while vLLM builds its configuration it would break vLLM's in-process engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from droidkv.errors import StorageError, require_extra
+from droidkv.serve.bounded import BoundedCalls
+from droidkv.serve.lmcache_settings import SOCKET_SECONDS, LMCacheSettings
+from droidkv.serve.objects import MissReason, ObjectKind, ObjectName, StoreMiss
+from droidkv.serve.store import Store, deadline_in
+
+_GIB = 1024**3
+# Layer ids of E objects in LMCache's keys start here, past every model's layers.
+_FIRST_HIDDEN_LAYER = 100_000
+_NUM_THREADS = 8
+_GETS_IN_FLIGHT = 8
+_LOOKUPS_IN_FLIGHT = 32
+_START_SECONDS = 300.0  # a busy machine needs minutes
+_CLOSE_SECONDS = 2 * SOCKET_SECONDS
+_STOP_SECONDS = 1.0
+_MOST_KEYS_WATCHED = 4096  # before those that are written are let go of
+_PAGE_BYTES = 4096  # what LMCache rounds an object's memory up to
+_MEMORY, _REMOTE = "LocalCPUBackend", "RemoteBackend"
+
+Future = concurrent.futures.Future[Any]
+
+
+class LMCacheStore(Store):
+    """Objects in LMCache: this process's memory and disk, then a backend that others read too.
+
+    LMCache's storage manager is used without its engine, which forces a start method on
+    `multiprocessing` and whose look-up knows KV only. Its clients are called directly rather than
+    through its `RemoteBackend.get_blocking`, which turns every error into an absent object.
+
+    Raises:
+        MissingExtraError: lmcache is not installed.
+        StorageError: LMCache could not be started. An unreachable backend is no reason: its
+            objects are misses until it is reachable.
+    """
+
+    def __init__(self, settings: LMCacheSettings) -> None:
+        super().__init__(settings.chunk_tokens)
+        self.settings = settings
+        # It logs every miss and every failed write, which are counted and named here.
+        os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
+        self._utils = require_extra("lmcache.utils", "store")
+        self._format = require_extra("lmcache.v1.memory_management", "store").MemoryFormat.HS_TD
+        self._calls = BoundedCalls(_NUM_THREADS, "droidkv-store")
+        try:
+            self._manager = self._calls.call(
+                partial(_start_manager, settings), deadline_in(_START_SECONDS)
+            )
+        except (OSError, RuntimeError, ValueError, AssertionError) as cause:
+            raise StorageError(
+                f"expected to start LMCache with {settings}, but {type(cause).__name__}: {cause}"
+            ) from cause
+        self._is_lm = settings.scheme == "lm"
+        self._lm_lock: asyncio.Lock | None = None
+        self._max_pending_bytes = int(settings.max_local_cpu_gib * _GIB / 2)
+        self._pending: dict[Future, int] = {}
+        self._changed = threading.Condition()
+        self._on_disk_soon: set[Any] = set()
+        self._gets = threading.Semaphore(_GETS_IN_FLIGHT)
+        self._is_closed = False
+        _close_at_exit(self)
+
+    def flush(self, deadline: float) -> bool:
+        with self._changed:
+            left = max(0.0, deadline - time.monotonic())
+            if not self._changed.wait_for(lambda: not self._pending, left):
+                return False
+        while self._is_writing_to_disk():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        if self._is_lm and not self._is_closed:
+            # Puts are not answered, but the server takes one client's calls in order.
+            probe = self._utils.LayerCacheEngineKey("probe", 1, 0, 0, torch.uint8)
+            try:
+                self._calls.call(partial(self._count_remote, [probe], deadline), deadline)
+            except (OSError, RuntimeError, ValueError):
+                return False
+        return True
+
+    def close(self) -> None:
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        with suppress(Exception):  # a backend that does not answer is left behind
+            self._calls.call(partial(_close_manager, self._manager), deadline_in(_CLOSE_SECONDS))
+        loop = self._manager.loop
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(loop.stop)
+        self._calls.stop(deadline_in(_STOP_SECONDS))
+        _OPEN.discard(self)
+
+    def _write(self, name: ObjectName, buffer: Tensor) -> None:
+        self._require_open()
+        num_bytes = buffer.numel()
+        memory_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        self._wait_for_room(memory_bytes)
+        if self._remote is not None:
+            self._connection()
+        memory = self._manager.allocate(
+            torch.Size([num_bytes]), torch.uint8, self._format, busy_loop=False
+        )
+        if memory is None:
+            raise MemoryError(f"no room for {num_bytes} bytes in LMCache's memory")
+        key = self._key(name)
+        if self.settings.local_disk is not None:
+            self._on_disk_soon.add(key)
+            if len(self._on_disk_soon) > _MOST_KEYS_WATCHED:
+                self._is_writing_to_disk()
+        try:
+            memory.tensor.copy_(buffer)
+            for backend_name, backend in self._manager.get_active_storage_backends():
+                if backend_name == _REMOTE:
+                    self._track(backend.submit_put_task(key, memory), memory_bytes)
+                else:
+                    backend.batched_submit_put_task([key], [memory])
+        finally:
+            memory.ref_count_down()
+
+    def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
+        self._require_open()
+        return self._calls.call(partial(self._count_now, names, deadline), deadline)
+
+    def _read(self, names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
+        self._require_open()
+        return self._calls.call(partial(self._read_now, names, deadline), deadline)
+
+    def _forget(self, name: ObjectName) -> None:
+        for backend in self._local_backends():
+            backend.remove(self._key(name))
+
+    def _count_now(self, names: Sequence[ObjectName], deadline: float) -> int:
+        keys = [self._key(name) for name in names]
+        local = list(self._local_backends())
+        absent = [i for i, key in enumerate(keys) if not any(b.contains(key) for b in local)]
+        if absent and self._remote is not None:
+            absent = absent[self._count_remote([keys[i] for i in absent], deadline) :]
+        return absent[0] if absent else len(keys)
+
+    def _read_now(self, names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
+        keys = [self._key(name) for name in names]
+        found = [self._read_local(key) for key in keys]
+        absent = [i for i, buffer in enumerate(found) if buffer is None]
+        if absent and self._remote is not None:
+            fetched = self._read_remote([keys[i] for i in absent], deadline)
+            for i, buffer in zip(absent, fetched, strict=True):
+                found[i] = buffer
+        return found
+
+    def _read_local(self, key: Any) -> Tensor | None:
+        for backend in self._local_backends():
+            try:
+                memory = backend.get_blocking(key)
+            except (OSError, KeyError, AssertionError):  # its file is gone, or memory is full
+                continue
+            if memory is not None:
+                return self._taken(key, memory)
+        return None
+
+    def _read_remote(self, keys: Sequence[Any], deadline: float) -> list[Tensor | None]:
+        """The objects in order, several on their way at once.
+
+        None is ever cancelled: cancelling a call of LMCache's Redis client ends one of the four
+        workers that serve all its calls.
+        """
+        connection = self._connection()
+        waiting, running = deque(keys), deque[Future]()
+        found: list[Tensor | None] = []
+        try:
+            for key in keys:
+                while waiting and self._may_get(deadline, wait=not running):
+                    running.append(self._submit(connection, connection.get, waiting.popleft()))
+                    running[-1].add_done_callback(lambda _: self._gets.release())
+                memory = _result(running[0], deadline)
+                running.popleft()
+                if memory is None:
+                    found.append(None)
+                    self._require_absent(connection, key, deadline)
+                else:
+                    found.append(self._taken(key, memory))
+        finally:
+            for future in running:
+                future.add_done_callback(_release)
+        return found
+
+    def _may_get(self, deadline: float, wait: bool) -> bool:
+        if self._gets.acquire(blocking=False):
+            return True
+        if not wait:
+            return False
+        if not self._gets.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise TimeoutError("earlier reads did not end by the deadline")
+        return True
+
+    def _require_absent(self, connection: Any, key: Any, deadline: float) -> None:
+        """LMCache answers nothing for absent objects and for those it could not read whole."""
+        if _result(self._submit(connection, connection.exists, key), deadline):
+            if self._is_lm:
+                self._drop(connection)
+            raise StoreMiss(MissReason.SHORT, "the object is there, but could not be read whole")
+
+    def _count_remote(self, keys: Sequence[Any], deadline: float) -> int:
+        connection = self._connection()
+        for start in range(0, len(keys), _LOOKUPS_IN_FLIGHT):
+            futures = [
+                self._submit(connection, connection.exists, key)
+                for key in keys[start : start + _LOOKUPS_IN_FLIGHT]
+            ]
+            for i, future in enumerate(futures):
+                if not _result(future, deadline):
+                    return start + i
+        return len(keys)
+
+    def _submit(
+        self, connection: Any, call: Callable[[Any], Coroutine[Any, Any, Any]], key: Any
+    ) -> Future:
+        run = self._alone(connection, call, key) if self._is_lm else call(key)
+        return asyncio.run_coroutine_threadsafe(run, self._manager.loop)
+
+    async def _alone(
+        self, connection: Any, call: Callable[[Any], Coroutine[Any, Any, Any]], key: Any
+    ) -> Any:
+        """One call at a time, for `lm://`: its replies mix where two overlap.
+
+        After a failure the rest of a reply may still arrive, so the connection is given up.
+        """
+        if self._lm_lock is None:
+            self._lm_lock = asyncio.Lock()
+        async with self._lm_lock:
+            try:
+                return await call(key)
+            except Exception:
+                self._drop(connection)
+                raise
+
+    def _taken(self, key: Any, memory: Any) -> Tensor:
+        """The object's bytes, copied out of LMCache's memory, which may keep them too."""
+        try:
+            for backend in self._local_backends():
+                if str(backend) == _MEMORY and not backend.contains(key):
+                    backend.batched_submit_put_task([key], [memory])
+            copied: Tensor = memory.tensor.clone()
+            return copied
+        finally:
+            memory.ref_count_down()
+
+    def _wait_for_room(self, num_bytes: int) -> None:
+        # Pending objects cannot be evicted, and reading needs room too.
+        def has_room() -> bool:
+            return sum(self._pending.values()) + num_bytes <= self._max_pending_bytes
+
+        with self._changed:
+            if not self._changed.wait_for(has_room, self.settings.put_seconds):
+                raise TimeoutError("earlier objects did not leave in time")
+
+    def _track(self, future: Future, num_bytes: int) -> None:
+        with self._changed:
+            self._pending[future] = num_bytes
+        future.add_done_callback(self._left)
+
+    def _left(self, future: Future) -> None:
+        with self._changed:
+            self._pending.pop(future, None)
+            self._changed.notify_all()
+        if future.cancelled() or future.exception() is not None:
+            self._count(put_failures=1)
+            if self._is_lm and (connection := self._remote.connection) is not None:
+                self._drop(connection)  # the server still waits for the rest of the object
+
+    def _is_writing_to_disk(self) -> bool:
+        backends = list(self._local_backends())
+        for key in list(self._on_disk_soon):
+            if not any(backend.exists_in_put_tasks(key) for backend in backends):
+                self._on_disk_soon.discard(key)
+        return bool(self._on_disk_soon)
+
+    @property
+    def _remote(self) -> Any:
+        return self._manager.storage_backends.get(_REMOTE)
+
+    def _local_backends(self) -> Iterator[Any]:
+        for name, backend in self._manager.get_active_storage_backends():
+            if name != _REMOTE:
+                yield backend
+
+    def _connection(self) -> Any:
+        remote = self._remote
+        if remote.connection is None:
+            self._calls.call(remote.init_connection, deadline_in(SOCKET_SECONDS))
+        connection = remote.connection
+        if connection is None:
+            raise ConnectionError(f"no connection to {self.settings.remote_url}")
+        if self._is_lm:
+            connection.getWrappedConnector().client_socket.settimeout(SOCKET_SECONDS)
+        return connection
+
+    def _drop(self, connection: Any) -> None:
+        remote = self._remote
+        if remote.connection is connection:
+            remote.connection = None
+            connection.getWrappedConnector().client_socket.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ConnectionError("the store is closed")
+
+    def _key(self, name: ObjectName) -> Any:
+        """LMCache's key of an object; `lm://` takes keys of up to 150 characters."""
+        first = _FIRST_HIDDEN_LAYER if name.kind is ObjectKind.HIDDEN else 0
+        return self._utils.LayerCacheEngineKey(
+            model_name=name.key.namespace,
+            world_size=1,
+            worker_id=0,
+            chunk_hash=int(name.key.chunk_hash, 16),
+            dtype=torch.uint8,
+            layer_id=first + name.layer,
+        )
+
+
+def open_lmcache(address: str, chunk_tokens: int) -> LMCacheStore:
+    """Open a store by its address; see `LMCacheSettings.parse`."""
+    return LMCacheStore(LMCacheSettings.parse(address, chunk_tokens))
+
+
+def _start_manager(settings: LMCacheSettings) -> Any:
+    config_module = require_extra("lmcache.v1.config", "store")
+    metadata_module = require_extra("lmcache.v1.metadata", "store")
+    events_module = require_extra("lmcache.v1.event_manager", "store")
+    manager_module = require_extra("lmcache.v1.storage_backend.storage_manager", "store")
+    config = config_module.LMCacheEngineConfig.from_defaults(
+        chunk_size=settings.chunk_tokens,
+        local_cpu=settings.keep_local,
+        max_local_cpu_size=settings.max_local_cpu_gib,
+        local_disk=None if settings.local_disk is None else f"{settings.local_disk}/",
+        max_local_disk_size=settings.max_local_disk_gib,
+        remote_url=settings.lmcache_url,
+        remote_serde="naive",
+        use_layerwise=True,
+        extra_config={"save_chunk_meta": True},
+    )
+    metadata = metadata_module.LMCacheMetadata(
+        model_name="droidkv",
+        world_size=1,
+        local_world_size=1,
+        worker_id=0,
+        local_worker_id=0,
+        kv_dtype=torch.uint8,
+        kv_shape=(1, 2, settings.chunk_tokens, 1, 1),
+        chunk_size=settings.chunk_tokens,
+    )
+    manager = manager_module.StorageManager(config, metadata, events_module.EventManager())
+    # Its clients allocate on the event loop, and would spin there for ever where memory is full.
+    memory = manager.local_cpu_backend
+    memory.allocate = partial(memory.allocate, busy_loop=False)
+    return manager
+
+
+def _close_manager(manager: Any) -> None:
+    remote = manager.storage_backends.get(_REMOTE)
+    if remote is not None and remote.connection is not None:
+        client = remote.connection.getWrappedConnector()
+        executor = getattr(client, "pq_executor", None)
+        if executor is not None and not inspect.iscoroutinefunction(executor.shutdown):
+            # LMCache awaits the blocking one on the loop that it waits for.
+            executor.shutdown = executor.shutdown_async
+    manager.close()
+
+
+def _result(future: Future, deadline: float) -> Any:
+    try:
+        return future.result(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        if future.done():
+            raise  # the call's own
+        raise TimeoutError("LMCache did not answer by the deadline") from None
+
+
+def _release(future: Future) -> None:
+    """Give back the memory of an object that nobody waits for any more."""
+    if not future.cancelled() and future.exception() is None and future.result() is not None:
+        future.result().ref_count_down()
+
+
+_OPEN: set[LMCacheStore] = set()
+_OPEN_LOCK = threading.Lock()
+_WATCHING = threading.Event()
+
+
+def _close_at_exit(store: LMCacheStore) -> None:
+    """LMCache's threads are no daemons: an open store would keep the process alive.
+
+    The thread that closes them is none either, so that the interpreter waits for it: it would
+    otherwise end while LMCache's memory is being freed, and abort.
+    """
+    with _OPEN_LOCK:
+        _OPEN.add(store)
+        if _WATCHING.is_set():
+            return
+        _WATCHING.set()
+    threading.Thread(target=_close_all_at_exit, name="droidkv-store-exit").start()
+
+
+def _close_all_at_exit() -> None:
+    # `atexit` would be too late: the interpreter joins all threads before it.
+    threading.main_thread().join()
+    for store in list(_OPEN):
+        store.close()

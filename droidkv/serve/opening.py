@@ -1,0 +1,72 @@
+"""From the address of a store to the store, opened once in a process."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from importlib import import_module
+from urllib.parse import urlsplit
+
+from droidkv.errors import ServeError, unknown_name
+from droidkv.serve.lmcache_settings import LMCacheSettings
+from droidkv.serve.store import MemoryStore, Store
+
+# Schemes of LMCache's storage manager, which is imported only where one is asked for.
+LMCACHE_SCHEMES = ("fs", "local", "lm", "redis", "rediss", "unix")
+
+
+@dataclass
+class _Opened:
+    store: Store
+    num_users: int = 0
+
+
+_opened: dict[str, _Opened] = {}
+_lock = threading.Lock()
+
+
+def open_store(address: str, chunk_tokens: int) -> Store:
+    """Open a store by its address; a scheduler and a worker in one process share it.
+
+    Args:
+        address: `memory://NAME`, which lives as long as the process, or one of LMCache's, such as
+            `fs:///FOLDER`, `redis://HOST:PORT`, `lm://HOST:PORT`; see `LMCacheSettings.parse`.
+        chunk_tokens: Tokens in one chunk.
+
+    Raises:
+        ServeError: There is no such kind of store, or it is open with another chunk size.
+        StorageError: An option of the address is wrong.
+    """
+    with _lock:
+        if address not in _opened:
+            _opened[address] = _Opened(_open(address, chunk_tokens))
+        opened = _opened[address]
+        if opened.store.chunk_tokens != chunk_tokens:
+            raise ServeError(
+                f"expected {address} to be opened with its {opened.store.chunk_tokens} tokens per "
+                f"chunk, got {chunk_tokens}; sender and receiver need the same chunk_tokens"
+            )
+        opened.num_users += 1
+        return opened.store
+
+
+def release_store(address: str) -> None:
+    """One of those who opened a store needs it no more; the last one closes it."""
+    with _lock:
+        opened = _opened.get(address)
+        if opened is None or isinstance(opened.store, MemoryStore):
+            return
+        opened.num_users -= 1
+        if opened.num_users == 0:
+            _opened.pop(address).store.close()
+
+
+def _open(address: str, chunk_tokens: int) -> Store:
+    scheme = urlsplit(address).scheme
+    if scheme == "memory":
+        return MemoryStore(chunk_tokens)
+    if scheme in LMCACHE_SCHEMES:
+        module = import_module("droidkv.serve.lmcache_store")
+        store: Store = module.LMCacheStore(LMCacheSettings.parse(address, chunk_tokens))
+        return store
+    raise ServeError(unknown_name("kind of store", scheme, ("memory", *LMCACHE_SCHEMES)))

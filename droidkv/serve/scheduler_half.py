@@ -1,0 +1,387 @@
+"""The connector's half in the scheduler: which prefix to supply, and what to store. No engine here.
+
+One object per engine; all that belongs to a request hangs on its own record, so that requests
+never see one another's plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+
+from droidkv.errors import PlanError
+from droidkv.plan import ReusePlan
+from droidkv.serve.connector_plan import (
+    Ask,
+    AuditRecord,
+    Fallback,
+    LoadJob,
+    LoadReport,
+    RequestView,
+    SaveJob,
+    filled_chunks,
+    mixed_salt,
+    parse_ask,
+    reusable_tokens,
+)
+from droidkv.serve.store import MissReason, Store, StoreMiss, chunk_keys, coverage, deadline_in
+
+# Called with the tokens that could be reused and those that could not; None = reuse nothing.
+PlanChooser = Callable[[int, int], ReusePlan | None]
+# Sets the salt of a request's block hashes; None = the one it came with.
+Salter = Callable[[str | None], None]
+_LOOKUP_THREADS = 4
+
+
+@dataclass(frozen=True)
+class ReceiverRules:
+    """What a receiver's scheduler half goes by.
+
+    Attributes:
+        num_layers: Decoder layers of both models.
+        namespace: The sender's, in the store.
+        stitch_sha256: Identity of the pair's stitching map; None = only copy plans.
+        stitch_starts: Starts that the map was fitted for.
+        choose: The server's own choice of plan; None = only requests that ask for one reuse.
+        lookup_seconds: Longest time the store may take to say what it has.
+        patience_seconds: Of these, how long the scheduler itself stands still.
+        asynchronous: Requests wait for their load while the engine goes on with others.
+        tokens_per_step: Most prefix tokens recomputed in one engine step; longer prefixes wait.
+    """
+
+    num_layers: int
+    namespace: str
+    stitch_sha256: str | None = None
+    stitch_starts: frozenset[int] = frozenset()
+    choose: PlanChooser | None = None
+    lookup_seconds: float = 2.0
+    patience_seconds: float = 0.005
+    asynchronous: bool = False
+    tokens_per_step: int = 4096
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the store can supply to a request."""
+
+    plan: ReusePlan | None
+    num_tokens: int
+    covered_tokens: int
+    last_chunk_hash: str
+    reason: Fallback | None
+    seconds: float
+
+
+@dataclass
+class _Tracked:
+    """One request, from its arrival to its end."""
+
+    view: RequestView
+    record: AuditRecord
+    lookup: Future[_Found] | None = None
+    deadline: float = 0.0
+    plan: ReusePlan | None = None
+    num_tokens: int = 0
+    salt: str | None = None
+
+
+class ReceiverScheduler:
+    """Decides, per request, how much of its prefix the worker supplies.
+
+    Args:
+        rules: What to go by.
+        store: Where the sender's caches are.
+        on_record: Called with the record of every request that ended.
+    """
+
+    def __init__(
+        self, rules: ReceiverRules, store: Store, on_record: Callable[[AuditRecord], None]
+    ) -> None:
+        self.rules = rules
+        self._store = store
+        self._on_record = on_record
+        self._requests: dict[str, _Tracked] = {}
+        self._loading: dict[str, str] = {}  # salt -> the request that loads this prefix
+        self._jobs: list[LoadJob] = []
+        self._dropped: list[str] = []
+        self._pool = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="droidkv-lookup")
+
+    def admit(self, view: RequestView, set_salt: Salter) -> None:
+        """A request arrived: find out what it asks for and what the store has for it."""
+        tracked = _Tracked(view, AuditRecord(view.request_id, prompt_tokens=len(view.token_ids)))
+        self._requests[view.request_id] = tracked
+        try:
+            ask = parse_ask(view.params, self.rules.num_layers)
+        except PlanError:
+            tracked.record.reason = Fallback.BAD_PLAN
+            return
+        tracked.record.reason = self._obstacle(view, ask)
+        if tracked.record.reason is None:
+            tracked.deadline = deadline_in(self.rules.lookup_seconds)
+            tracked.lookup = self._pool.submit(self._look_up, view, ask, tracked.deadline)
+            self._settle(tracked, set_salt, self.rules.patience_seconds)
+
+    def match(
+        self, request_id: str, local_tokens: int, set_salt: Salter
+    ) -> tuple[int | None, bool]:
+        """Tokens to supply behind the `local_tokens` that the engine holds.
+
+        Returns:
+            Their number, None = ask again at the next step, and whether the request is to wait
+            for them while the engine goes on.
+        """
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return 0, False
+        if tracked.lookup is not None:
+            if not self._settle(tracked, set_salt, 0.0):
+                return None, False
+            if tracked.salt is not None:
+                return None, False  # what the engine found locally was found without the salt
+        if tracked.record.reason is not None or tracked.num_tokens <= local_tokens:
+            return 0, False
+        assert tracked.salt is not None and tracked.plan is not None
+        if self._loading.get(tracked.salt, request_id) != request_id:
+            return None, False  # another request is loading this very prefix
+        missing = tracked.num_tokens - local_tokens
+        # Blocks that others may be reading must not be prefilled anew in place if the load
+        # fails, so a request that has any waits, and starts over in blocks of its own.
+        waits = (
+            self.rules.asynchronous
+            or local_tokens > 0
+            or (tracked.plan.num_recomputed > 0 and missing > self.rules.tokens_per_step)
+        )
+        tracked.record.asynchronous = waits
+        return missing, waits
+
+    def allocate(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
+        """The engine gave the request blocks for the tokens that `match` promised."""
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return
+        if external_tokens == 0:
+            if tracked.record.reason is None and tracked.record.advertised_tokens == 0:
+                tracked.record.local_tokens = tracked.num_tokens
+            return
+        assert tracked.plan is not None and tracked.salt is not None
+        start = tracked.num_tokens - external_tokens
+        tracked.record.local_tokens = start
+        tracked.record.advertised_tokens = external_tokens
+        tracked.record.num_loads += 1
+        self._loading[tracked.salt] = request_id
+        self._jobs.append(
+            LoadJob(
+                request_id,
+                tracked.plan,
+                tuple(tracked.view.token_ids[: tracked.num_tokens]),
+                start,
+                tuple(block_ids),
+                tracked.record.asynchronous,
+            )
+        )
+
+    def take_jobs(self) -> tuple[list[LoadJob], list[str]]:
+        """Loads to start in this step, and requests whose loads are to be given up."""
+        jobs, dropped = self._jobs, self._dropped
+        self._jobs, self._dropped = [], []
+        return jobs, dropped
+
+    def report(self, request_id: str, report: LoadReport, set_salt: Salter) -> bool:
+        """The worker is done with a load.
+
+        Returns:
+            Whether its blocks, which the request fills by itself now, must be found by no other.
+        """
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return False
+        self._let_go(tracked)
+        tracked.record.report = tracked.record.report.merge(report)
+        if report.reason is None:
+            return False
+        tracked.record.reason = report.reason
+        tracked.record.advertised_tokens = 0
+        tracked.salt = None
+        set_salt(tracked.view.cache_salt)
+        return not tracked.record.asynchronous
+
+    def finish(self, request_id: str) -> None:
+        """The request ended, one way or the other."""
+        tracked = self._requests.pop(request_id, None)
+        if tracked is None:
+            return
+        if tracked.lookup is not None:
+            tracked.lookup.cancel()
+            tracked.record.reason = Fallback.ABORTED
+        if self._let_go(tracked):
+            self._dropped.append(request_id)
+            tracked.record.reason = Fallback.ABORTED
+        self._on_record(tracked.record)
+
+    def close(self) -> None:
+        """Let go of the threads; never waits for a store that does not answer."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _let_go(self, tracked: _Tracked) -> bool:
+        if tracked.salt is None or self._loading.get(tracked.salt) != tracked.view.request_id:
+            return False
+        del self._loading[tracked.salt]
+        return True
+
+    def _obstacle(self, view: RequestView, ask: Ask) -> Fallback | None:
+        if not ask.reuse:
+            return Fallback.OPTED_OUT
+        if ask.plan is None and self.rules.choose is None:
+            return Fallback.NOT_ASKED
+        if view.obstacle is not None:
+            return view.obstacle
+        if ask.plan is not None and (reason := self._plan_obstacle(ask.plan)):
+            return reason
+        chunk = self._store.chunk_tokens
+        if reusable_tokens(len(view.token_ids), len(view.token_ids), chunk) == 0:
+            return Fallback.TOO_SHORT
+        return None
+
+    def _plan_obstacle(self, plan: ReusePlan) -> Fallback | None:
+        if plan.num_recomputed == self.rules.num_layers:
+            return Fallback.FULL_PREFILL
+        if plan.operator == "stitch" and plan.transition not in self.rules.stitch_starts:
+            return Fallback.NO_STITCH
+        return None
+
+    def _look_up(self, view: RequestView, ask: Ask, deadline: float) -> _Found:
+        """Runs in a thread of its own: the store may be slow."""
+        began = time.monotonic()
+        chunk, tokens = self._store.chunk_tokens, view.token_ids
+        # The chunk that holds the last token cannot be reused, so it is not asked for.
+        keys = chunk_keys(self.rules.namespace, tokens[: len(tokens) - 1], chunk)
+
+        def found(plan: ReusePlan | None, covered: int, reason: Fallback | None) -> _Found:
+            num_tokens = reusable_tokens(len(tokens), covered, chunk)
+            last = keys[num_tokens // chunk - 1].chunk_hash if num_tokens else ""
+            seconds = time.monotonic() - began
+            return _Found(plan, num_tokens, covered, last, reason, seconds)
+
+        plan = ask.plan
+        if plan is None:
+            assert self.rules.choose is not None
+            covered = coverage(
+                self._store, keys, ReusePlan.of(0, 0), self.rules.num_layers, deadline
+            )
+            if covered == 0:
+                return found(None, 0, Fallback.NOT_COVERED)
+            plan = self.rules.choose(covered, len(tokens) - covered)
+            if plan is None:
+                return found(None, covered, Fallback.NOT_CHOSEN)
+            if reason := self._plan_obstacle(plan):
+                return found(plan, covered, reason)
+        covered = coverage(self._store, keys, plan, self.rules.num_layers, deadline)
+        return found(plan, covered, None if covered else Fallback.NOT_COVERED)
+
+    def _settle(self, tracked: _Tracked, set_salt: Salter, patience_seconds: float) -> bool:
+        """Take the lookup's result if it is there, or give up; False = neither yet."""
+        assert tracked.lookup is not None
+        record = tracked.record
+        try:
+            found = tracked.lookup.result(timeout=patience_seconds)
+        except FutureTimeout:
+            if time.monotonic() < tracked.deadline:
+                return False
+            tracked.lookup = None
+            record.reason = Fallback.LOOKUP_TIMEOUT
+            return True
+        except StoreMiss as miss:
+            tracked.lookup = None
+            timed_out = miss.reason == MissReason.TIMEOUT
+            record.reason = Fallback.LOOKUP_TIMEOUT if timed_out else Fallback.LOOKUP_BACKEND_DOWN
+            return True
+        except Exception:  # whatever goes wrong in a lookup, the request is answered
+            tracked.lookup = None
+            record.reason = Fallback.LOOKUP_BACKEND_DOWN
+            return True
+        tracked.lookup = None
+        record.lookup_seconds = found.seconds
+        record.covered_tokens = found.covered_tokens
+        record.reason = found.reason
+        if found.plan is not None:
+            record.plan = str(found.plan)
+        if found.reason is None:
+            assert found.plan is not None
+            record.recomputed_layers = found.plan.num_recomputed
+            tracked.plan, tracked.num_tokens = found.plan, found.num_tokens
+            stitch = self.rules.stitch_sha256 if found.plan.operator == "stitch" else None
+            tracked.salt = mixed_salt(
+                self.rules.namespace,
+                found.plan,
+                stitch,
+                found.last_chunk_hash,
+                found.num_tokens,
+                tracked.view.cache_salt,
+            )
+            set_salt(tracked.salt)
+        return True
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """One request in one step of a sender's engine.
+
+    Attributes:
+        request_id: The request.
+        block_ids: Blocks of its page table, the first one for token 0.
+        computed_tokens: Tokens whose KV is in the cache when the step ends.
+    """
+
+    request_id: str
+    block_ids: Sequence[int]
+    computed_tokens: int
+
+
+@dataclass
+class _Sending:
+    view: RequestView
+    saved_chunks: int = field(default=0)
+
+
+class SenderScheduler:
+    """Decides which chunks to store as a sender's blocks fill.
+
+    Args:
+        chunk_tokens: Tokens in one chunk of the store.
+    """
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._requests: dict[str, _Sending] = {}
+
+    def admit(self, view: RequestView) -> None:
+        """A request arrived. One of a kind that cannot be reused is not stored."""
+        if view.obstacle is None:
+            self._requests[view.request_id] = _Sending(view)
+
+    def step(self, scheduled: Iterable[Scheduled]) -> list[SaveJob]:
+        """Chunks of prompts that will be whole when this step ends, each exactly once."""
+        jobs = []
+        for each in scheduled:
+            sending = self._requests.get(each.request_id)
+            if sending is None:
+                continue
+            tokens = sending.view.token_ids
+            chunks = filled_chunks(
+                sending.saved_chunks, each.computed_tokens, len(tokens), self._chunk_tokens
+            )
+            if not chunks:
+                continue
+            stop = chunks.stop * self._chunk_tokens
+            jobs.append(
+                SaveJob(each.request_id, tuple(tokens[:stop]), chunks.start, tuple(each.block_ids))
+            )
+            sending.saved_chunks = chunks.stop
+        return jobs
+
+    def finish(self, request_id: str) -> None:
+        """The request ended."""
+        self._requests.pop(request_id, None)

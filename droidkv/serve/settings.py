@@ -1,0 +1,277 @@
+"""What a serving process is told by `kv_connector_extra_config`, read strictly. No engine here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from droidkv.errors import CalibrationError, IdentityError, ServeError, StitchError
+from droidkv.fields import Fields
+from droidkv.frontier import pareto_front
+from droidkv.identity import Fingerprint
+from droidkv.jsonio import read_json, sha256_file
+from droidkv.objectives import default_objective, measure
+from droidkv.plan import ReusePlan
+from droidkv.policy import DEFAULT_MAX_LOSS, pick
+from droidkv.profile import Profile, read_profile
+from droidkv.serve.connector_plan import LOAD_ORDERS, LoadOrder
+from droidkv.stitch import StitchMap
+from droidkv.ttft import Calibration
+
+Role = Literal["sender", "receiver"]
+ROLES: tuple[Role, ...] = get_args(Role)
+LoadMode = Literal["sync", "async"]
+LOAD_MODES: tuple[LoadMode, ...] = get_args(LoadMode)
+DEFAULT_CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """One serving process's part in reuse.
+
+    Attributes:
+        role: `sender` stores what it prefills, `receiver` reuses it.
+        store: Where caches lie: `memory://NAME`, `fs:///FOLDER`, `redis://HOST:PORT`,
+            `lm://HOST:PORT`.
+        chunk_tokens: Tokens in one chunk of the store; the same for all who share it.
+        profiles: Sender: profiles whose plans need E. Receiver: the one profile of its pair.
+        hidden_layers: Sender: layers whose E is stored beside those the profiles need.
+        sender: Receiver: the sender's model, a folder or hub id; needed only without a profile.
+        allow_unprofiled: Receiver: reuse another model's cache without a profile, on request.
+        plan: Receiver: the plan of every request that does not ask for one.
+        max_loss: Receiver: the largest loss a plan may have that the server picks.
+        calibration: Receiver: the machine's, as `droidkv calibrate` wrote it; with it the server
+            weighs each request's length, and below the break-even length reuses nothing.
+        bandwidth_bytes_per_second: Receiver: the link, if slower than the calibrated load.
+        stitch: Receiver: the stitching map, if not the profile's.
+        order: Receiver: how loading and recomputing are arranged.
+        load: Receiver: `sync` loads within the engine's step, `async` lets requests wait.
+        load_seconds: Receiver: longest time one load may take.
+        lookup_seconds: Receiver: longest time the store may take to say what it has.
+        tokens_per_step: Receiver: most prefix tokens recomputed in one engine step.
+        content_hash: Take models' identities by content; False = by file sizes and times.
+        audit: File that gets one JSON line per request.
+    """
+
+    role: Role
+    store: str
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    profiles: tuple[str, ...] = ()
+    hidden_layers: tuple[int, ...] = ()
+    sender: str | None = None
+    allow_unprofiled: bool = False
+    plan: str | None = None
+    max_loss: float = DEFAULT_MAX_LOSS
+    calibration: str | None = None
+    bandwidth_bytes_per_second: float | None = None
+    stitch: str | None = None
+    order: LoadOrder = "streamed"
+    load: LoadMode = "sync"
+    load_seconds: float = 30.0
+    lookup_seconds: float = 2.0
+    tokens_per_step: int = 4096
+    content_hash: bool = True
+    audit: str | None = None
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> ServeSettings:
+        """Read `kv_connector_extra_config`.
+
+        Raises:
+            ServeError: A value is missing, of the wrong kind or out of range, or a key is unknown.
+        """
+        fields = Fields(table, "kv_connector_extra_config", ServeError)
+        settings = cls(
+            role=fields.take("role", str, choices=ROLES),  # type: ignore[arg-type]
+            store=fields.take("store", str),
+            chunk_tokens=fields.take("chunk_tokens", int, cls.chunk_tokens, minimum=1),
+            profiles=fields.take_list("profiles", str, ()),
+            hidden_layers=fields.take_list("hidden_layers", int, ()),
+            sender=fields.optional("sender", str),
+            allow_unprofiled=fields.take("allow_unprofiled", bool, False),
+            plan=fields.optional("plan", str),
+            max_loss=fields.take("max_loss", float, cls.max_loss, minimum=0.0),
+            calibration=fields.optional("calibration", str),
+            bandwidth_bytes_per_second=fields.optional("bandwidth_bytes_per_second", float),
+            stitch=fields.optional("stitch", str),
+            order=fields.take("order", str, cls.order, choices=LOAD_ORDERS),  # type: ignore[arg-type]
+            load=fields.take("load", str, cls.load, choices=LOAD_MODES),  # type: ignore[arg-type]
+            load_seconds=fields.take("load_seconds", float, cls.load_seconds, minimum=0.001),
+            lookup_seconds=fields.take("lookup_seconds", float, cls.lookup_seconds, minimum=0.001),
+            tokens_per_step=fields.take("tokens_per_step", int, cls.tokens_per_step, minimum=1),
+            content_hash=fields.take("content_hash", bool, True),
+            audit=fields.optional("audit", str),
+        )
+        fields.done()
+        if settings.role == "receiver" and len(settings.profiles) > 1:
+            raise ServeError(
+                f"expected at most one profile for a receiver, got {len(settings.profiles)}; "
+                "a receiver reads one sender's caches"
+            )
+        return settings
+
+
+def needed_hidden_layers(settings: ServeSettings, identity: Fingerprint | None) -> tuple[int, ...]:
+    """Layers whose E a sender stores: those of every plan on its receivers' frontiers.
+
+    Args:
+        settings: The sender's.
+        identity: The sender's; None = not known yet, and checked by another call.
+
+    Raises:
+        IdentityError: A profile is another sender's.
+        ProfileError: A profile is damaged.
+    """
+    layers = set(settings.hidden_layers)
+    for path in settings.profiles:
+        profile = read_profile(path)
+        if identity is not None:
+            profile.sender.fingerprint.require_same(
+                identity, mine=f"the sender of {path}", theirs="the model being served"
+            )
+        points = measure(profile, default_objective(profile))
+        layers |= {
+            point.plan.transition
+            for point in pareto_front(points)
+            if point.plan.transition is not None
+        }
+    return tuple(sorted(layers))
+
+
+@dataclass(frozen=True)
+class ReceiverPair:
+    """The pair a receiver serves.
+
+    Attributes:
+        sender: Identity of the model whose caches it reads.
+        profile: The pair's profile, if there is one.
+        stitch: The pair's map, if there is one.
+    """
+
+    sender: Fingerprint
+    profile: Profile | None
+    stitch: StitchMap | None
+
+
+def receiver_pair(
+    settings: ServeSettings,
+    receiver: Fingerprint,
+    identify: Callable[[str], Fingerprint],
+) -> ReceiverPair:
+    """The pair of a receiver, checked: never another sender's cache without consent.
+
+    Args:
+        settings: The receiver's.
+        receiver: Identity of the model being served.
+        identify: Takes the identity of a model by its folder or hub id.
+
+    Raises:
+        IdentityError: The profile is another receiver's, or two models differ without a profile.
+        ServeError: Nothing says whose caches to read.
+        StitchError: The map is not the profile's.
+    """
+    profile = None
+    if settings.profiles:
+        profile = read_profile(settings.profiles[0])
+        profile.receiver.fingerprint.require_same(
+            receiver,
+            mine=f"the receiver of {settings.profiles[0]}",
+            theirs="the model being served",
+            way_out="profile this pair of models, or serve the one that was profiled",
+        )
+        sender = profile.sender.fingerprint
+        if settings.sender is not None:
+            sender.require_same(
+                identify(settings.sender),
+                mine=f"the sender of {settings.profiles[0]}",
+                theirs=f"the model {settings.sender!r}",
+            )
+    elif settings.sender is not None:
+        sender = identify(settings.sender)
+        if sender.differences(receiver) and not settings.allow_unprofiled:
+            raise IdentityError(
+                f"expected a profile to reuse the cache of {settings.sender!r} by another model, "
+                "got none; profile the pair and name the file in 'profiles', or accept an unknown "
+                "loss with 'allow_unprofiled': true"
+            )
+    else:
+        raise ServeError(
+            "expected 'profiles' or 'sender' to say whose caches to read, got neither; "
+            "name the pair's profile"
+        )
+    _require_same_cache(sender, receiver)
+    return ReceiverPair(sender, profile, _stitch_of(settings, profile))
+
+
+def _require_same_cache(sender: Fingerprint, receiver: Fingerprint) -> None:
+    """Whatever a profile says: the sender's cache must have the receiver's shape and meaning."""
+    replace(
+        sender,
+        weights=receiver.weights,
+        weight_dtype=receiver.weight_dtype,
+        tokenizer=receiver.tokenizer,
+        added_tokens=receiver.added_tokens,
+        quantisation=receiver.quantisation,
+        adapter=receiver.adapter,
+    ).require_same(
+        receiver,
+        mine="the sender's cache",
+        theirs="the receiver's",
+        way_out="serve both with one dtype, one tensor-parallel size and one context scaling",
+    )
+
+
+def plan_chooser(
+    settings: ServeSettings, pair: ReceiverPair, num_layers: int
+) -> Callable[[int, int], ReusePlan | None] | None:
+    """The server's own choice of plan for a request, by tokens reusable and not; None = none."""
+    if settings.plan is not None:
+        plan = ReusePlan.parse(settings.plan, num_layers)
+        return lambda prefix_tokens, suffix_tokens: plan
+    profile = pair.profile
+    if profile is None:
+        return None
+    objective = default_objective(profile)
+    calibration = None
+    if settings.calibration is not None:
+        calibration = Calibration.from_json(read_json(settings.calibration, CalibrationError))
+
+    @lru_cache(maxsize=4096)
+    def choose(prefix_tokens: int, suffix_tokens: int) -> ReusePlan | None:
+        choice = pick(
+            profile,
+            max_loss=settings.max_loss,
+            bandwidth_bytes_per_second=settings.bandwidth_bytes_per_second,
+            prefix_tokens=prefix_tokens,
+            suffix_tokens=suffix_tokens,
+            calibration=calibration,
+            objective=objective,
+            order="overlap" if settings.order == "streamed" else "serial",
+        )
+        return choice.plan if choice.reuses else None
+
+    if calibration is None:  # the choice depends on the profile alone
+        return lambda prefix_tokens, suffix_tokens: choose(1, 1)
+    step = settings.chunk_tokens
+    # Rounded up, so that few different requests are ever weighed.
+    return lambda prefix_tokens, suffix_tokens: choose(
+        prefix_tokens, -(-suffix_tokens // step) * step
+    )
+
+
+def _stitch_of(settings: ServeSettings, profile: Profile | None) -> StitchMap | None:
+    path = None if settings.stitch is None else Path(settings.stitch)
+    record = None if profile is None else profile.stitch
+    if path is None and record is not None:
+        path = Path(settings.profiles[0]).parent / record.file
+    if path is None:
+        return None
+    if record is not None and (found := sha256_file(path)) != record.sha256:
+        raise StitchError(
+            f"expected the stitching map of the profile (sha256 {record.sha256}), "
+            f"got {path} with {found}; fit it again"
+        )
+    return StitchMap.load(path)

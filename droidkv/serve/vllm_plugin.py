@@ -1,0 +1,24 @@
+"""What vLLM calls in every process (entry point `vllm.general_plugins`): registers the models.
+
+The models are registered by name and imported only when one is served, so that vLLM without a
+DroidKV connector starts no slower.
+"""
+
+from __future__ import annotations
+
+_CLASSES = {
+    "LlamaForCausalLM": "DroidKVLlama",
+    "MistralForCausalLM": "DroidKVMistral",
+    "Qwen2ForCausalLM": "DroidKVQwen2",
+    "Qwen3ForCausalLM": "DroidKVQwen3",
+    "MixtralForCausalLM": "DroidKVMixtral",
+    "Qwen3MoeForCausalLM": "DroidKVQwen3Moe",
+}
+
+
+def register() -> None:
+    """Register the subclasses of `droidkv.serve.vllm_models` under vLLM's own names."""
+    from vllm import ModelRegistry
+
+    for architecture, name in _CLASSES.items():
+        ModelRegistry.register_model(architecture, f"droidkv.serve.vllm_models:{name}")

@@ -1,0 +1,228 @@
+"""From vLLM's configuration to the halves of the connector, or a refusal that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from droidkv.content import dtype_name
+from droidkv.errors import ServeError, UnsupportedModelError, unknown_name
+from droidkv.identity import Fingerprint
+from droidkv.pair import ModelRef
+from droidkv.serve.connector_plan import AuditRecord
+from droidkv.serve.model_identity import fingerprint_of
+from droidkv.serve.opening import open_store
+from droidkv.serve.scheduler_half import ReceiverRules, ReceiverScheduler
+from droidkv.serve.settings import (
+    ReceiverPair,
+    ServeSettings,
+    needed_hidden_layers,
+    plan_chooser,
+    receiver_pair,
+)
+from droidkv.serve.store import Store, namespace_digest
+from droidkv.serve.vllm_engine import VllmPagedModel
+from droidkv.serve.vllm_models import ARCHITECTURES, model_of
+from droidkv.serve.worker_half import ReceiverWorker, SenderWorker
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One engine's part in reuse, checked.
+
+    Attributes:
+        vllm_config: The engine's configuration.
+        kv_cache_spec: Of the one group of layers.
+        settings: What the user asked for.
+        store: Where caches lie.
+        identity: The model being served.
+        pair: Receiver: the pair.
+        hidden_layers: Sender: layers whose E is stored.
+    """
+
+    vllm_config: Any
+    kv_cache_spec: Any
+    settings: ServeSettings
+    store: Store
+    identity: Fingerprint
+    pair: ReceiverPair | None
+    hidden_layers: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        layers: int = self.vllm_config.model_config.hf_text_config.num_hidden_layers
+        return layers
+
+    @property
+    def namespace(self) -> str:
+        """The sender's, in the store."""
+        return namespace_digest(self.identity if self.pair is None else self.pair.sender)
+
+
+def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup:
+    """Check the engine and open the store.
+
+    Raises:
+        DroidKVError: The engine is set up in a way that cannot work, or was never tested.
+    """
+    settings = ServeSettings.from_table(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    check_engine(vllm_config, settings)
+    spec = check_cache(kv_cache_config)
+    identity = _identify(vllm_config, settings, vllm_config.model_config.model)
+    pair = None
+    hidden_layers: tuple[int, ...] = ()
+    if settings.role == "sender":
+        hidden_layers = needed_hidden_layers(settings, identity)
+    else:
+        pair = receiver_pair(
+            settings, identity, lambda name: _identify(vllm_config, settings, name)
+        )
+    store = open_store(settings.store, settings.chunk_tokens)
+    return Setup(vllm_config, spec, settings, store, identity, pair, hidden_layers)
+
+
+def check_engine(vllm_config: Any, settings: ServeSettings) -> None:
+    """Refuse what cannot work, or was never tested.
+
+    Raises:
+        UnsupportedModelError: The architecture is not served.
+        ServeError: Names the setting, what it is and what it has to be.
+    """
+    architecture = vllm_config.model_config.architectures[0]
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(unknown_name("architecture", architecture, ARCHITECTURES))
+    parallel = vllm_config.parallel_config
+    for name in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "decode_context_parallel_size",
+    ):
+        if (size := getattr(parallel, name, 1)) > 1:
+            raise ServeError(
+                f"expected {name} = 1, got {size}: ranks would have to agree on every load and "
+                "recompute, which is not supported; serve the model on one rank"
+            )
+    _refuse("speculative_config", vllm_config.speculative_config, "speculative decoding")
+    _refuse("quantization", vllm_config.model_config.quantization, "quantised weights")
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if "fp8" in str(cache_dtype) or str(cache_dtype).startswith(("int", "nvfp")):
+        raise ServeError(
+            f"expected a KV cache in the model's dtype, got kv_cache_dtype {cache_dtype!r}, whose "
+            "scales are not stored; start with --kv-cache-dtype auto"
+        )
+    if settings.role == "sender":
+        return
+    _refuse("lora_config", vllm_config.lora_config, "LoRA in a receiver's engine")
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        raise ServeError(
+            f"expected kv_load_failure_policy 'recompute' in --kv-transfer-config, got {policy!r}, "
+            "with which a request whose load fails would be answered by an error"
+        )
+    if settings.load == "sync" and vllm_config.scheduler_config.async_scheduling:
+        raise ServeError(
+            "expected --no-async-scheduling with load = 'sync', got asynchronous scheduling, which "
+            "has scheduled a request's next step before its load is known to have failed; use "
+            "that flag, or load = 'async'"
+        )
+    if settings.load == "sync" and vllm_config.use_v2_model_runner:
+        raise ServeError(
+            "expected the V1 model runner with load = 'sync', got V2, on which recovery from a "
+            "failed load was never tested; set VLLM_USE_V2_MODEL_RUNNER=0, or load = 'async'"
+        )
+
+
+def check_cache(kv_cache_config: Any) -> Any:
+    """The specification of the one group of layers with full attention.
+
+    Raises:
+        UnsupportedModelError: There are several groups, or attention sees a window only.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    spec = groups[0].kv_cache_spec if len(groups) == 1 else None
+    if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
+        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        raise UnsupportedModelError(
+            f"expected full attention over one page table, got {', '.join(kinds)}"
+            f"{' with a sliding window' if getattr(spec, 'sliding_window', None) else ''}; "
+            "models with sliding windows or hybrid layers cannot be served"
+        )
+    return spec
+
+
+def receiver_scheduler(setup: Setup, on_record: Callable[[AuditRecord], None]) -> ReceiverScheduler:
+    """A receiver's half in the scheduler."""
+    assert setup.pair is not None
+    settings, stitch = setup.settings, setup.pair.stitch
+    rules = ReceiverRules(
+        num_layers=setup.num_layers,
+        namespace=setup.namespace,
+        stitch_sha256=None if stitch is None else stitch.sha256,
+        stitch_starts=frozenset(() if stitch is None else stitch.starts),
+        choose=plan_chooser(settings, setup.pair, setup.num_layers),
+        lookup_seconds=settings.lookup_seconds,
+        asynchronous=settings.load == "async",
+        tokens_per_step=settings.tokens_per_step,
+    )
+    return ReceiverScheduler(rules, setup.store, on_record)
+
+
+def paged_model(setup: Setup, kv_caches: Mapping[str, Tensor]) -> VllmPagedModel:
+    """The engine's model and cache."""
+    modules = setup.vllm_config.compilation_config.static_forward_context
+    return VllmPagedModel(
+        setup.vllm_config,
+        setup.kv_cache_spec,
+        kv_caches,
+        model_of({name: modules[name] for name in kv_caches}),
+        setup.hidden_layers,
+    )
+
+
+def receiver_worker(setup: Setup, model: VllmPagedModel) -> ReceiverWorker:
+    """A receiver's half beside the model."""
+    assert setup.pair is not None
+    settings = setup.settings
+    return ReceiverWorker(
+        model,
+        setup.store,
+        setup.namespace,
+        settings.order,
+        settings.load_seconds,
+        settings.tokens_per_step,
+        setup.pair.stitch,
+    )
+
+
+def sender_worker(setup: Setup, model: VllmPagedModel) -> SenderWorker:
+    """A sender's half beside the model."""
+    return SenderWorker(model, setup.store, setup.namespace, setup.hidden_layers)
+
+
+def _identify(vllm_config: Any, settings: ServeSettings, name: str) -> Fingerprint:
+    config = vllm_config.model_config
+    is_served = name == config.model
+    ref = ModelRef(
+        str(Path(name).absolute()) if Path(name).is_dir() else name,
+        revision=config.revision if is_served else None,
+    )
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    dtype = dtype_name(config.dtype)
+    return fingerprint_of(
+        ref,
+        dtype,
+        dtype if cache_dtype == "auto" else cache_dtype,
+        vllm_config.parallel_config.tensor_parallel_size,
+        settings.content_hash,
+    )
+
+
+def _refuse(name: str, value: object, what: str) -> None:
+    if value is not None:
+        raise ServeError(f"expected {name} to be unset, got {value}: {what} was never tested here")

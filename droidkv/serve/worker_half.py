@@ -1,0 +1,472 @@
+"""The connector's half beside the model: loads, recompute and saves. No engine here.
+
+The engine is behind `PagedModel`, so that all of this runs in tests over plain tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from droidkv.plan import LayerGroup
+from droidkv.serve.connector_plan import (
+    Fallback,
+    LoadJob,
+    LoadOrder,
+    LoadReport,
+    SaveJob,
+    chunk_pieces,
+    slots_of,
+)
+from droidkv.serve.store import ChunkKey, Store, StoreMiss, chunk_keys, deadline_in
+from droidkv.stitch import StitchMap
+
+_LOAD_THREADS = 4
+_POLL_SECONDS = 0.001
+
+
+class PagedModel(Protocol):
+    """What the worker half asks of an engine's model and its paged cache.
+
+    Slots are numbers of token places in the paged cache: block times block size plus offset.
+    """
+
+    num_layers: int
+    block_tokens: int
+    kv_shape: tuple[int, int]  # num_kv_heads, head_dim
+    hidden_size: int
+    dtype: torch.dtype
+
+    def read_kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of some slots, each `[num_kv_heads, num_tokens, head_dim]`, copied."""
+
+    def write_kv(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values `[num_kv_heads, num_tokens, head_dim]` into some slots."""
+
+    def read_hidden(self, layer: int, slots: Tensor) -> Tensor | None:
+        """E of some slots, `[num_tokens, hidden_size]`, copied; None if one was never captured."""
+
+    def embed(self, token_ids: Sequence[int]) -> Tensor:
+        """Hidden state that enters layer 0, `[num_tokens, hidden_size]`."""
+
+    def recompute(
+        self, group: LayerGroup, hidden: Tensor, start: int, block_ids: Sequence[int]
+    ) -> None:
+        """Run `[num_tokens, hidden_size]` at positions from `start` on through a layer group.
+
+        KV of the group's layers go into the request's blocks; those of tokens before `start` are
+        there already. Of the last layer only KV are computed.
+        """
+
+
+class PlanFailed(Exception):
+    """Ends a load, with the reason."""
+
+    def __init__(self, reason: Fallback) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class Load:
+    """One request's load under way: a thread fetches and writes, the engine's thread recomputes.
+
+    Args:
+        job: What to supply.
+        model: Where it goes.
+        store: Where it comes from.
+        keys: The prefix's chunks.
+        order: How loading and recomputing are arranged.
+        deadline: Moment to give up at.
+        stitch: The pair's map, for plans that stitch.
+    """
+
+    def __init__(
+        self,
+        job: LoadJob,
+        model: PagedModel,
+        store: Store,
+        keys: Sequence[ChunkKey],
+        order: LoadOrder,
+        deadline: float,
+        stitch: StitchMap | None,
+    ) -> None:
+        self.job = job
+        self.report = LoadReport()
+        self._model = model
+        self._store = store
+        self._keys = keys
+        self._order = order
+        self._deadline = deadline
+        self._stitch = stitch
+        self._pieces = chunk_pieces(job.start, job.stop, store.chunk_tokens)
+        slots = slots_of(job.block_ids, model.block_tokens, job.start, job.stop)
+        self._slots = torch.tensor(slots, dtype=torch.long)
+        group = job.plan.group
+        self._reused = [layer for layer in range(model.num_layers) if layer not in group]
+        self._entered = threading.Event()
+        self._written = {layer: threading.Event() for layer in self._reused}
+        self._done = threading.Event()
+        self._hidden: Tensor | None = None
+        self._next_token = job.start
+        self._writing = threading.Lock()
+        self._stopped = False
+
+    @property
+    def failed(self) -> bool:
+        return self.report.reason is not None
+
+    def fetch(self) -> None:
+        """Runs in a thread: E first, then the reused layers from the lowest on."""
+        began = time.monotonic()
+        try:
+            if self.job.plan.transition is not None:
+                self._hidden = self._fetch_hidden(self.job.plan.transition)
+            self._entered.set()
+            if self._order == "all_first":
+                for layer in self.job.plan.group.layers:
+                    self._fetch_kv(layer)
+            for layer in self._reused:
+                keys, values = self._fetch_kv(layer)
+                with self._writing:
+                    if self._stopped:
+                        return
+                    self._model.write_kv(layer, self._slots, keys, values)
+                self._written[layer].set()
+        except PlanFailed as failure:
+            self.fail(failure.reason)
+        except StoreMiss as miss:
+            self.fail(Fallback(f"load_{miss.reason}"))
+        except Exception:  # nothing that a load may raise is to reach the engine
+            self.fail(Fallback.LOAD_BACKEND_DOWN)
+        finally:
+            self.report.load_seconds = time.monotonic() - began
+            self._done.set()
+            self._entered.set()
+            for event in self._written.values():
+                event.set()
+
+    def fail(self, reason: Fallback) -> None:
+        """Give up; the first reason stays."""
+        self.report.reason = self.report.reason or reason
+
+    def stop(self) -> None:
+        """Nothing is written into the request's blocks once this returns."""
+        with self._writing:
+            self._stopped = True
+
+    def recompute_now(self) -> None:
+        """Recompute the whole group, waiting for what it needs first."""
+        if not self.job.plan.group:
+            return
+        self._wait(self._entered if self._order == "streamed" else self._done)
+        while not self.failed and self._next_token < self.job.stop:
+            self.recompute_some(self.job.stop)
+
+    def recompute_some(self, most_tokens: int) -> int:
+        """Recompute up to so many of the next tokens if their E is there; returns their number."""
+        job = self.job
+        ready = self._entered if self._order == "streamed" else self._done
+        if not job.plan.group or self.failed or not ready.is_set():
+            return 0
+        stop = min(self._next_token + most_tokens, job.stop)
+        if stop <= self._next_token:
+            return 0
+        began = time.monotonic()
+        try:
+            hidden = self._entering(self._next_token, stop)
+            self._model.recompute(job.plan.group, hidden, self._next_token, job.block_ids)
+        except Exception:  # a request that cannot be recomputed is prefilled
+            self.fail(Fallback.RECOMPUTE_FAILED)
+            return 0
+        self.report.recompute_seconds += time.monotonic() - began
+        num_tokens = stop - self._next_token
+        self.report.recomputed_tokens += num_tokens
+        self._next_token = stop
+        return num_tokens
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Return once a layer's KV is written, or the load has failed."""
+        event = self._written.get(layer)
+        if event is not None and not self.failed:
+            self._wait(event)
+
+    def wait_until_done(self) -> None:
+        """Return once nothing is left to load, or the load has failed."""
+        if not self.failed:
+            self._wait(self._done)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing left to do, or to hope for."""
+        if not self.failed and time.monotonic() > self._deadline:
+            self.fail(Fallback.LOAD_TIMEOUT)
+        recomputed = not self.job.plan.group or self._next_token == self.job.stop
+        return self.failed or (self._done.is_set() and recomputed)
+
+    def _wait(self, event: threading.Event) -> None:
+        if event.is_set():
+            return
+        began = time.monotonic()
+        if not event.wait(max(self._deadline - began, 0.0)):
+            self.fail(Fallback.LOAD_TIMEOUT)
+        self.report.wait_seconds += time.monotonic() - began
+
+    def _entering(self, start: int, stop: int) -> Tensor:
+        plan = self.job.plan
+        if plan.transition is None:
+            return self._model.embed(self.job.token_ids[start:stop])
+        assert self._hidden is not None
+        hidden = self._hidden[start - self.job.start : stop - self.job.start]
+        if plan.operator == "copy":
+            return hidden
+        if self._stitch is None:
+            raise PlanFailed(Fallback.NO_STITCH)
+        return self._stitch.apply(plan.transition, hidden)
+
+    def _fetch_hidden(self, layer: int) -> Tensor:
+        keys = [self._keys[piece.chunk] for piece in self._pieces]
+        chunks = self._store.get_hidden_chunks(keys, layer, self._deadline)
+        self._check(chunks, (self._store.chunk_tokens, self._model.hidden_size))
+        parts = [
+            chunk[slice(*piece.inside)] for chunk, piece in zip(chunks, self._pieces, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _fetch_kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        keys = [self._keys[piece.chunk] for piece in self._pieces]
+        pairs = self._store.get_kv_chunks(keys, layer, self._deadline)
+        num_heads, head_dim = self._model.kv_shape
+        shape = (num_heads, self._store.chunk_tokens, head_dim)
+        self._check([tensor for pair in pairs for tensor in pair], shape)
+        both = [
+            [
+                pair[which][:, slice(*piece.inside)]
+                for pair, piece in zip(pairs, self._pieces, strict=True)
+            ]
+            for which in (0, 1)
+        ]
+        return torch.cat(both[0], dim=1), torch.cat(both[1], dim=1)
+
+    def _check(self, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> None:
+        for tensor in tensors:
+            if tuple(tensor.shape) != shape or tensor.dtype != self._model.dtype:
+                raise PlanFailed(Fallback.LOAD_WRONG_SHAPE)
+            self.report.loaded_bytes += tensor.nbytes
+
+
+@dataclass
+class StepResult:
+    """What the worker tells the scheduler at the end of a step.
+
+    Attributes:
+        finished: Requests whose asynchronous load is over, the failed ones included.
+        failed: Of these, those that have to be prefilled.
+        invalid_block_ids: Blocks of synchronous loads that failed.
+        reports: How each load went that ended in this step.
+    """
+
+    finished: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    invalid_block_ids: set[int] = field(default_factory=set)
+    reports: dict[str, LoadReport] = field(default_factory=dict)
+
+
+class ReceiverWorker:
+    """Supplies prefixes to the engine's paged cache.
+
+    Args:
+        model: The engine's model.
+        store: Where the sender's caches are.
+        namespace: The sender's.
+        order: How loading and recomputing are arranged.
+        load_seconds: Longest time a load may take.
+        tokens_per_step: Most tokens of waiting requests to recompute in one step.
+        stitch: The pair's map.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        store: Store,
+        namespace: str,
+        order: LoadOrder = "streamed",
+        load_seconds: float = 30.0,
+        tokens_per_step: int = 4096,
+        stitch: StitchMap | None = None,
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._namespace = namespace
+        self._order: LoadOrder = order
+        self._load_seconds = load_seconds
+        self._tokens_per_step = tokens_per_step
+        self._stitch = stitch
+        self._now: list[Load] = []
+        self._waiting: dict[str, Load] = {}
+        self._pool = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="droidkv-load")
+
+    def start(self, jobs: Iterable[LoadJob], dropped: Iterable[str] = ()) -> None:
+        """Before a step's forward pass: start loads, and recompute what this step needs."""
+        self._now = []
+        for job in jobs:
+            keys = chunk_keys(self._namespace, job.token_ids, self._store.chunk_tokens)
+            load = Load(
+                job,
+                self._model,
+                self._store,
+                keys,
+                self._order,
+                deadline_in(self._load_seconds),
+                self._stitch,
+            )
+            self._pool.submit(_in_inference_mode, load.fetch)
+            if job.asynchronous:
+                self._waiting[job.request_id] = load
+            else:
+                self._now.append(load)
+        for request_id in dropped:
+            if request_id in self._waiting:
+                self._waiting[request_id].fail(Fallback.ABORTED)
+        for load in self._now:
+            load.recompute_now()
+
+    def wait_for_layer(self, layer: int) -> None:
+        """In a layer of the forward pass, before its attention reads the cache."""
+        for load in self._now:
+            load.wait_for_layer(layer)
+
+    def end_step(self, is_idle: bool = False) -> StepResult:
+        """After a step's forward pass: recompute for waiting requests, and say what ended.
+
+        Args:
+            is_idle: The step had no forward pass, so that the engine would spin until data comes.
+        """
+        result = StepResult()
+        for load in self._now:
+            load.wait_until_done()
+            if load.failed:
+                load.stop()
+                result.invalid_block_ids.update(self._blocks(load.job))
+            result.reports[load.job.request_id] = load.report
+        self._now = []
+        left = self._tokens_per_step
+        for load in self._waiting.values():
+            left -= load.recompute_some(left)
+        for request_id, load in list(self._waiting.items()):
+            if not load.is_complete:
+                continue
+            load.stop()
+            del self._waiting[request_id]
+            result.finished.add(request_id)
+            if load.failed:
+                result.failed.add(request_id)
+            result.reports[request_id] = load.report
+        if is_idle and not result.finished and left == self._tokens_per_step:
+            time.sleep(_POLL_SECONDS)
+        return result
+
+    def close(self) -> None:
+        """Let go of the threads; never waits for a store that does not answer."""
+        for load in [*self._now, *self._waiting.values()]:
+            load.stop()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _blocks(self, job: LoadJob) -> Sequence[int]:
+        return job.block_ids[: -(-job.stop // self._model.block_tokens)]
+
+
+class SenderWorker:
+    """Stores whole chunks from the engine's paged cache, in the background.
+
+    Args:
+        model: The engine's model.
+        store: Where the caches go.
+        namespace: This sender's.
+        hidden_layers: Layers whose E is stored.
+        most_pending: Chunks that may wait for the store; beyond that the engine waits.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        store: Store,
+        namespace: str,
+        hidden_layers: Sequence[int],
+        most_pending: int = 32,
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._namespace = namespace
+        self._hidden_layers = list(hidden_layers)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="droidkv-save")
+        self._room = threading.Semaphore(most_pending)
+        self.chunks_saved = 0
+        self.chunks_without_hidden = 0
+        self.chunks_failed = 0
+
+    def save(self, jobs: Iterable[SaveJob]) -> None:
+        """After a step's forward pass: copy what it completed, and hand it to the store."""
+        for job in jobs:
+            chunk = self._store.chunk_tokens
+            keys = chunk_keys(self._namespace, job.token_ids, chunk)
+            for key in keys[job.first_chunk :]:
+                start = key.index * chunk
+                slots = torch.tensor(
+                    slots_of(job.block_ids, self._model.block_tokens, start, start + chunk)
+                )
+                self._save_chunk(key, slots)
+
+    def _save_chunk(self, key: ChunkKey, slots: Tensor) -> None:
+        hidden: dict[int, Tensor] = {}
+        for layer in self._hidden_layers:
+            captured = self._model.read_hidden(layer, slots)
+            if captured is None:  # never KV without its E: a receiver would wait for it in vain
+                self.chunks_without_hidden += 1
+                return
+            hidden[layer] = captured
+        pairs = [self._model.read_kv(layer, slots) for layer in range(self._model.num_layers)]
+        self._room.acquire()
+        self._pool.submit(self._put, key, pairs, hidden).add_done_callback(self._count)
+
+    def _put(
+        self, key: ChunkKey, pairs: list[tuple[Tensor, Tensor]], hidden: dict[int, Tensor]
+    ) -> bool:
+        # E first: what is looked up last, a receiver finds only when all is there.
+        stored = [self._store.put_hidden(key, layer, each) for layer, each in hidden.items()]
+        for layer, (keys, values) in enumerate(pairs):
+            stored.append(self._store.put_kv(key, layer, keys, values))
+        return all(stored)
+
+    def _count(self, future: Future[bool]) -> None:
+        self._room.release()
+        if not future.cancelled() and future.exception() is None and future.result():
+            self.chunks_saved += 1
+        else:
+            self.chunks_failed += 1
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all that was handed over can be read by others; False if it takes longer."""
+        deadline = deadline_in(seconds)
+        try:
+            self._pool.submit(lambda: None).result(timeout=seconds)
+        except (TimeoutError, RuntimeError):
+            return False
+        return self._store.flush(deadline)
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Finish what was handed over if that takes no longer than this, then let go."""
+        self.flush(seconds)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_inference_mode(work: Callable[[], None]) -> None:
+    """Engines allocate their cache in inference mode, which is a property of the thread."""
+    with torch.inference_mode():
+        work()

@@ -1,0 +1,387 @@
+"""The store on LMCache: every backend for real, two processes, and what happens when they fail."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serve import store_process
+from serve.conformance_store import (
+    CHUNK_TOKENS,
+    KEYS,
+    NUM_LAYERS,
+    SENDER,
+    StoreConformance,
+    miss_reason,
+    random_hidden,
+    random_kv,
+    soon,
+)
+from serve.servers import Server, lm_server, redis_server
+from tiny import tiny_model
+
+from droidkv import prefill
+from droidkv.plan import ReusePlan
+from droidkv.serve import verbs
+from droidkv.serve.keys import chunk_keys
+from droidkv.serve.lmcache_settings import LMCacheSettings
+from droidkv.serve.objects import MissReason, ObjectKind, ObjectName
+from droidkv.serve.store import Store, coverage, deadline_in
+
+pytest.importorskip("lmcache", reason="lmcache is not installed (pip install 'droidkv[store]')")
+
+from droidkv.serve.lmcache_store import LMCacheStore, open_lmcache
+
+SETTINGS = LMCacheSettings(chunk_tokens=CHUNK_TOKENS, max_local_cpu_gib=0.02, put_seconds=60.0)
+MIB = 1 / 1024
+
+
+class SaltedStore(LMCacheStore):
+    """Meets no object of another test on the same server."""
+
+    def __init__(self, settings: LMCacheSettings, salt: str) -> None:
+        super().__init__(settings)
+        self.salt = salt
+
+    def _key(self, name: ObjectName) -> Any:
+        key = super()._key(name)
+        key.model_name = hashlib.sha256((key.model_name + self.salt).encode()).hexdigest()
+        return key
+
+
+class RemoteOnly(SaltedStore):
+    """Reads nothing from its own memory: what another process would find."""
+
+    def _read_local(self, key: Any) -> None:
+        return None
+
+    def _local_backends(self) -> Iterator[Any]:
+        return iter([b for b in super()._local_backends() if str(b) != "LocalCPUBackend"])
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with lm_server(tmp_path_factory.mktemp("lm")) as server:
+        yield server
+
+
+@pytest.fixture
+def salt(request: pytest.FixtureRequest) -> str:
+    return str(request.node.nodeid)
+
+
+class TestLocalMemory(StoreConformance):
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        store = LMCacheStore(SETTINGS)
+        yield store
+        store.close()
+
+
+class TestLocalDisk(StoreConformance):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        store = LMCacheStore(replace(SETTINGS, keep_local=False, local_disk=tmp_path))
+        yield store
+        store.close()
+
+
+class TestFolder(StoreConformance):
+    @pytest.fixture
+    def store(self, tmp_path: Path, salt: str) -> Iterator[Store]:
+        store = RemoteOnly(replace(SETTINGS, remote_url=f"fs://{tmp_path}"), salt)
+        yield store
+        store.close()
+
+
+class TestRedis(StoreConformance):
+    @pytest.fixture
+    def store(self, redis: Server, salt: str) -> Iterator[Store]:
+        store = RemoteOnly(replace(SETTINGS, remote_url=redis.url), salt)
+        yield store
+        store.close()
+
+
+class TestLmServer(StoreConformance):
+    @pytest.fixture
+    def store(self, lm: Server, salt: str) -> Iterator[Store]:
+        store = RemoteOnly(replace(SETTINGS, remote_url=lm.url), salt)
+        yield store
+        store.close()
+
+
+def test_two_processes_share_every_backend(redis: Server, lm: Server, tmp_path: Path) -> None:
+    urls = [f"fs://{tmp_path}", redis.url, lm.url]
+    stores = [LMCacheStore(replace(SETTINGS, remote_url=url)) for url in urls]
+    for store in stores:
+        assert store_process.put_objects(store, 1)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
+    result = subprocess.run(
+        [sys.executable, store_process.__file__, *urls],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report == {url: {"read": True, "wrote": True, "stored": True} for url in urls}
+    sender, receiver = tiny_model(), tiny_model(noise=0.04)
+    captured = store_process.captured_by(sender)
+    ids, num_reused = store_process.TOKEN_IDS, 24
+    for store in stores:
+        assert store_process.has_objects(store, 2)
+        for plan in (ReusePlan.of(0, 0), ReusePlan.of(0, 2), ReusePlan.of(2, 4)):
+            found = verbs.partial_prefill(
+                store, receiver, store_process.THERE, ids, plan, seconds=60
+            )
+            assert found.fallback is None and found.num_reused == num_reused, found.message
+            fetched = verbs.fetch(store, store_process.THERE, ids, plan, 6, soon())
+            direct = prefill.partial_prefill(
+                receiver,
+                torch.tensor([ids[:num_reused]]),
+                replace(
+                    captured,
+                    keys=[each[:, :, :num_reused] for each in captured.keys],
+                    values=[each[:, :, :num_reused] for each in captured.values],
+                    hidden={i: each[:, :num_reused] for i, each in captured.hidden.items()},
+                    axis=captured.axis.narrow(0, num_reused),
+                ),
+                plan,
+            )
+            for layer in range(6):
+                if layer not in plan.group:
+                    assert torch.equal(fetched.keys[layer], captured.keys[layer][:, :, :num_reused])
+            prefill.forward_suffix(receiver, direct, torch.tensor([ids[num_reused:]]))
+            for layer in range(6):
+                for one, other in zip(
+                    direct.cache.layer(layer), found.context.cache.layer(layer), strict=True
+                ):
+                    assert (one - other).abs().max() < 1e-5
+        store.close()
+
+
+def test_the_process_is_left_as_it_was() -> None:
+    store = LMCacheStore(SETTINGS)
+    assert gc.isenabled()
+    assert multiprocessing.get_start_method(allow_none=True) in (None, "fork")
+    loop_thread = store._manager.thread
+    assert loop_thread.is_alive()
+    store.close()
+    loop_thread.join(20)
+    assert not loop_thread.is_alive()
+
+
+def test_a_closed_store_misses() -> None:
+    store = open_lmcache(f"local://?cpu_gib={8 * MIB}", CHUNK_TOKENS)
+    store.put_hidden(KEYS[0], 0, random_hidden())
+    store.close()
+    assert miss_reason(lambda: store.get_hidden(KEYS[0], 0, soon())) is MissReason.BACKEND_DOWN
+    assert not store.put_hidden(KEYS[0], 1, random_hidden())
+
+
+def test_the_least_recently_used_is_evicted_and_shortens_coverage() -> None:
+    store = LMCacheStore(replace(SETTINGS, max_local_cpu_gib=MIB / 2))  # 128 pages of 4 KiB
+    keys = chunk_keys(SENDER, range(100 * CHUNK_TOKENS), CHUNK_TOKENS)
+    hidden = random_hidden()
+    assert all(store.put_hidden(key, 1, hidden) for key in keys)
+    for key in keys:
+        assert store.put_kv(key, 0, *random_kv())  # two pages each
+    plan = ReusePlan.of(1, NUM_LAYERS)
+    assert coverage(store, keys, plan, NUM_LAYERS, soon()) == 0  # the first E went first
+    assert not store.contains_hidden(keys[0], [1], soon())
+    assert store.contains_kv(keys[-1], [0], soon())
+    assert miss_reason(lambda: store.get_hidden(keys[0], 1, soon())) is MissReason.ABSENT
+    store.close()
+
+
+def test_what_memory_evicts_comes_from_the_folder(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, remote_url=f"fs://{tmp_path}", max_local_cpu_gib=MIB / 4)
+    store = LMCacheStore(settings)  # 64 pages of 4 KiB
+    keys = chunk_keys(SENDER, range(100 * CHUNK_TOKENS), CHUNK_TOKENS)
+    values = [torch.full((CHUNK_TOKENS, 24), float(key.index)) for key in keys]
+    for key, hidden in zip(keys, values, strict=True):
+        assert store.put_hidden(key, 1, hidden)
+    assert store.flush(soon())
+    found = store.get_hidden_chunks(keys, 1, deadline_in(60))
+    assert all(torch.equal(one, other) for one, other in zip(found, values, strict=True))
+    store.close()
+
+
+def only_file(folder: Path) -> Path:
+    (path,) = [path for path in folder.iterdir() if path.is_file()]
+    return path
+
+
+def test_a_damaged_file_of_the_folder_is_named(tmp_path: Path, salt: str) -> None:
+    store = RemoteOnly(replace(SETTINGS, remote_url=f"fs://{tmp_path}"), salt)
+    store.put_hidden(KEYS[0], 0, random_hidden())
+    assert store.flush(soon())
+    whole = only_file(tmp_path).read_bytes()
+    for damaged, reason in (
+        (whole[:-100], MissReason.SHORT),
+        (whole[:10], MissReason.SHORT),
+        (b"", MissReason.SHORT),
+        (whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:], MissReason.CORRUPT),
+        (whole[:100] + bytes([whole[100] ^ 1]) + whole[101:], MissReason.CORRUPT),
+    ):
+        only_file(tmp_path).write_bytes(damaged)
+        assert miss_reason(lambda: store.get_hidden(KEYS[0], 0, soon())) is reason
+    only_file(tmp_path).write_bytes(whole)
+    store.get_hidden(KEYS[0], 0, soon())
+    only_file(tmp_path).unlink()
+    assert miss_reason(lambda: store.get_hidden(KEYS[0], 0, soon())) is MissReason.ABSENT
+    store.close()
+
+
+def test_a_damaged_copy_in_memory_is_replaced_by_the_folders(tmp_path: Path) -> None:
+    url = f"fs://{tmp_path}"
+    store, hidden = LMCacheStore(replace(SETTINGS, remote_url=url)), random_hidden()
+    store.put_hidden(KEYS[0], 0, hidden)
+    assert store.flush(soon())
+    memory = store._manager.local_cpu_backend.get_blocking(
+        store._key(ObjectName(KEYS[0], ObjectKind.HIDDEN, 0))
+    )
+    memory.tensor[-1] ^= 1
+    memory.ref_count_down()
+    assert miss_reason(lambda: store.get_hidden(KEYS[0], 0, soon())) is MissReason.CORRUPT
+    assert torch.equal(store.get_hidden(KEYS[0], 0, soon()), hidden)
+    store.close()
+
+
+def test_a_damaged_file_of_the_disk_tier_is_never_read_as_good(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, keep_local=False, local_disk=tmp_path)
+    store = LMCacheStore(settings)
+
+    def flip(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+
+    for damage, reason in ((flip, MissReason.CORRUPT), (Path.unlink, MissReason.ABSENT)):
+        store.put_hidden(KEYS[0], 0, random_hidden())
+        assert store.flush(soon())
+        store.get_hidden(KEYS[0], 0, soon())
+        damage(only_file(tmp_path))
+        for expected in (reason, MissReason.ABSENT):  # and then it is forgotten
+            assert miss_reason(lambda: store.get_hidden(KEYS[0], 0, soon())) is expected
+    store.close()
+
+
+def test_a_cut_file_of_the_disk_tier_leaves_no_other_objects_bytes(tmp_path: Path) -> None:
+    # LMCache reads it into memory that still holds what was read there before, and says nothing.
+    store = LMCacheStore(replace(SETTINGS, keep_local=False, local_disk=tmp_path))
+    store.put_hidden(KEYS[0], 0, random_hidden())
+    assert store.flush(soon())
+    cut = only_file(tmp_path)
+    store.put_hidden(KEYS[0], 1, random_hidden())
+    assert store.flush(soon())
+    cut.write_bytes(cut.read_bytes()[:-200])
+    store.get_hidden(KEYS[0], 1, soon())
+    assert miss_reason(lambda: store.get_hidden(KEYS[0], 0, soon())) is MissReason.CORRUPT
+    store.close()
+
+
+def test_a_folder_that_cannot_be_is_a_backend_that_is_down(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    store = LMCacheStore(replace(SETTINGS, remote_url=f"fs://{blocked}/folder"))
+    assert not store.put_hidden(KEYS[0], 0, random_hidden())
+    assert store.stats().put_failures == 1
+    assert miss_reason(lambda: store.get_hidden(KEYS[0], 0, soon())) is MissReason.BACKEND_DOWN
+    look_up = lambda: store.contains_hidden(KEYS[0], [0], soon())  # noqa: E731
+    assert miss_reason(look_up) is MissReason.BACKEND_DOWN
+    store.close()
+
+
+def test_redis_may_die_and_come_back(tmp_path: Path, salt: str) -> None:
+    with redis_server(tmp_path) as server:
+        store = RemoteOnly(replace(SETTINGS, remote_url=server.url), salt)
+        store.put_hidden(KEYS[0], 0, random_hidden())
+        assert store.flush(soon())
+        store.get_hidden(KEYS[0], 0, soon())
+        assert store.stats().put_failures == 0
+    start = time.monotonic()
+    assert miss_reason(lambda: store.get_hidden(KEYS[0], 0, soon())) is MissReason.BACKEND_DOWN
+    look_up = lambda: store.contains_hidden(KEYS[0], [0], soon())  # noqa: E731
+    assert miss_reason(look_up) is MissReason.BACKEND_DOWN
+    store.put_hidden(KEYS[0], 0, random_hidden())
+    assert store.flush(soon())
+    assert store.stats().put_failures == 1
+    assert time.monotonic() - start < 60
+    with redis_server(tmp_path, server.port):
+        assert not store.contains_hidden(KEYS[0], [0], soon())
+        store.put_hidden(KEYS[0], 0, random_hidden())
+        assert store.flush(soon())
+        store.get_hidden(KEYS[0], 0, soon())
+        store.close()
+
+
+def test_a_stalled_redis_costs_a_deadline_and_no_more(tmp_path: Path, salt: str) -> None:
+    with redis_server(tmp_path) as server:
+        settings = replace(SETTINGS, remote_url=f"{server.url}?socket_timeout=2", put_seconds=0.05)
+        store = RemoteOnly(replace(settings, max_local_cpu_gib=1 * MIB), salt)
+        hidden = random_hidden()
+        store.put_hidden(KEYS[0], 0, hidden)
+        assert store.flush(soon())
+        os.kill(server.process.pid, signal.SIGSTOP)
+        for _ in range(6):  # more than the workers of LMCache's client
+            start = time.monotonic()
+            read = lambda: store.get_hidden(KEYS[0], 0, deadline_in(0.3))  # noqa: E731
+            assert miss_reason(read) is MissReason.TIMEOUT
+            assert time.monotonic() - start < 5
+        start = time.monotonic()
+        taken = [store.put_hidden(KEYS[1], layer, hidden) for layer in range(150)]
+        assert taken[0] and not taken[-1]  # half of the memory waits, and then no more is taken
+        assert not store.flush(deadline_in(0.1))
+        os.kill(server.process.pid, signal.SIGCONT)
+        give_up_at = time.monotonic() + 60
+        while time.monotonic() < give_up_at:
+            if store.contains_hidden(KEYS[0], [0], soon()):
+                break
+        assert torch.equal(store.get_hidden(KEYS[0], 0, soon()), hidden)
+        store.close()
+
+
+def test_closing_does_not_wait_for_a_stalled_redis(tmp_path: Path, salt: str) -> None:
+    with redis_server(tmp_path) as server:
+        store = RemoteOnly(replace(SETTINGS, remote_url=server.url), salt)
+        store.put_hidden(KEYS[0], 0, random_hidden())
+        assert store.flush(soon())
+        os.kill(server.process.pid, signal.SIGSTOP)
+        store.put_hidden(KEYS[1], 0, random_hidden())
+        start = time.monotonic()
+        store.close()
+        assert time.monotonic() - start < 40
+
+
+def test_an_lm_server_may_die(tmp_path: Path, salt: str) -> None:
+    with lm_server(tmp_path) as server:
+        store = RemoteOnly(replace(SETTINGS, remote_url=server.url), salt)
+        store.put_hidden(KEYS[0], 0, random_hidden())
+        assert store.flush(soon())
+        store.get_hidden(KEYS[0], 0, soon())
+        os.kill(server.process.pid, signal.SIGSTOP)
+        read = lambda: store.get_hidden(KEYS[0], 0, deadline_in(0.3))  # noqa: E731
+        assert miss_reason(read) is MissReason.TIMEOUT
+    for _ in range(2):
+        reason = miss_reason(lambda: store.get_hidden(KEYS[0], 0, soon()))
+        assert reason is MissReason.BACKEND_DOWN
+    store.close()

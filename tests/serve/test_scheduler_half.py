@@ -1,0 +1,341 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from droidkv.plan import ReusePlan
+from droidkv.serve.connector_plan import AuditRecord, Fallback, LoadReport, RequestView
+from droidkv.serve.objects import ObjectName
+from droidkv.serve.scheduler_half import (
+    PlanChooser,
+    ReceiverRules,
+    ReceiverScheduler,
+    Scheduled,
+    SenderScheduler,
+)
+from droidkv.serve.store import MemoryStore, chunk_keys
+
+CHUNK, NUM_LAYERS = 8, 4
+NAMESPACE = "a" * 64
+TOKENS = list(range(100, 140))
+BLOCKS = (3, 1, 4, 5, 9, 2, 6)
+
+
+class SlowStore(MemoryStore):
+    """A store whose answers wait for `release`."""
+
+    def __init__(self) -> None:
+        super().__init__(CHUNK)
+        self.release = threading.Event()
+        self.release.set()
+        self.error: Exception | None = None
+
+    def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
+        self.release.wait(20)
+        if self.error is not None:
+            raise self.error
+        return super()._count_leading(names, deadline)
+
+
+@dataclass
+class Engine:
+    """A scheduler half with its store, and what the engine would see of it."""
+
+    store: SlowStore
+    half: ReceiverScheduler
+    records: list[AuditRecord]
+    salts: dict[str, str | None] = field(default_factory=dict)
+
+    def salter(self, request_id: str) -> Callable[[str | None], None]:
+        return lambda salt: self.salts.__setitem__(request_id, salt)
+
+    def admit(
+        self,
+        request_id: str = "r",
+        plan: str | None = "[2,4)",
+        num_tokens: int = 40,
+        obstacle: Fallback | None = None,
+    ) -> None:
+        params = None if plan is None else {"droidkv": {"plan": plan}}
+        view = RequestView(request_id, TOKENS[:num_tokens], params, None, obstacle)
+        self.half.admit(view, self.salter(request_id))
+
+    def match(self, request_id: str = "r", local: int = 0) -> tuple[int | None, bool]:
+        return self.half.match(request_id, local, self.salter(request_id))
+
+    def reason(self, request_id: str = "r") -> Fallback | None:
+        self.half.finish(request_id)
+        return self.records[-1].reason
+
+
+def fill(store: MemoryStore, num_chunks: int, hidden_chunks: int) -> None:
+    kv, hidden = torch.zeros(1, CHUNK, 2), torch.zeros(CHUNK, 4)
+    for key in chunk_keys(NAMESPACE, TOKENS, CHUNK)[:num_chunks]:
+        for layer in range(NUM_LAYERS):
+            store.put_kv(key, layer, kv, kv)
+        if key.index < hidden_chunks:
+            store.put_hidden(key, 2, hidden)
+
+
+@pytest.fixture
+def engine_of() -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def make(
+        choose: PlanChooser | None = None,
+        lookup_seconds: float = 2.0,
+        patience_seconds: float = 2.0,
+        asynchronous: bool = False,
+        tokens_per_step: int = 1000,
+    ) -> Engine:
+        store, records = SlowStore(), list[AuditRecord]()
+        fill(store, 4, 4)
+        rules = ReceiverRules(
+            NUM_LAYERS,
+            NAMESPACE,
+            choose=choose,
+            lookup_seconds=lookup_seconds,
+            patience_seconds=patience_seconds,
+            asynchronous=asynchronous,
+            tokens_per_step=tokens_per_step,
+        )
+        engine = Engine(store, ReceiverScheduler(rules, store, records.append), records)
+        made.append(engine)
+        return engine
+
+    yield make
+    for each in made:
+        each.store.release.set()
+        each.half.close()
+
+
+EngineOf = Callable[..., Engine]
+
+
+def test_a_covered_request_is_promised_its_prefix(engine_of: EngineOf) -> None:
+    engine = engine_of()
+    engine.admit()
+    salt = engine.salts["r"]
+    assert salt is not None and salt.startswith("droidkv:")
+    # Asked again and again while the request waits: the same answer, and no side effect.
+    assert [engine.match() for _ in range(50)] == [(32, False)] * 50
+    assert engine.half.take_jobs() == ([], [])
+    engine.half.allocate("r", BLOCKS, 32)
+    (job,), _ = engine.half.take_jobs()
+    assert (job.start, job.stop, job.block_ids) == (0, 32, BLOCKS)
+    assert job.token_ids == tuple(TOKENS[:32])
+    assert job.plan == ReusePlan.of(2, 4)
+    assert engine.half.take_jobs() == ([], [])
+    assert not engine.half.report("r", LoadReport(loaded_bytes=7), engine.salter("r"))
+    assert engine.salts["r"] == salt
+    assert engine.reason() is None
+    record = engine.records[0]
+    assert (record.plan, record.advertised_tokens, record.covered_tokens) == ("[2,4)", 32, 32)
+    assert record.report.loaded_bytes == 7
+
+
+@pytest.mark.parametrize(("num_tokens", "promised"), [(8, 0), (9, 8), (32, 24), (33, 32), (40, 32)])
+def test_prompts_around_a_chunk(engine_of: EngineOf, num_tokens: int, promised: int) -> None:
+    engine = engine_of()
+    engine.admit(num_tokens=num_tokens)
+    assert engine.match() == (promised, False)
+    assert engine.reason() == (None if promised else Fallback.TOO_SHORT)
+
+
+def test_tokens_that_the_engine_holds_are_not_loaded_again(engine_of: EngineOf) -> None:
+    engine = engine_of()
+    engine.admit()
+    assert engine.match(local=32) == (0, False)
+    engine.half.allocate("r", BLOCKS, 0)
+    engine.half.finish("r")
+    assert engine.records[0].local_tokens == 32
+    assert engine.records[0].reason is None
+
+
+def test_a_request_with_blocks_that_others_read_waits(engine_of: EngineOf) -> None:
+    engine = engine_of()
+    engine.admit()
+    assert engine.match(local=16) == (16, True)
+    engine.half.allocate("r", BLOCKS, 16)
+    (job,), _ = engine.half.take_jobs()
+    assert (job.start, job.asynchronous) == (16, True)
+
+
+def test_long_recomputes_wait_and_full_reuse_does_not(engine_of: EngineOf) -> None:
+    engine = engine_of(tokens_per_step=16)
+    engine.admit("long")
+    engine.admit("none", plan="none")
+    assert engine.match("long") == (32, True)
+    assert engine.match("none") == (32, False)
+
+
+def test_coverage_is_the_least_of_kv_and_e(engine_of: EngineOf) -> None:
+    engine = engine_of()
+    engine.store._objects.clear()
+    fill(engine.store, num_chunks=4, hidden_chunks=2)
+    engine.admit("needs-e")
+    engine.admit("needs-none", plan="[0,2)")
+    engine.admit("other-e", plan="[1,2)")
+    assert engine.match("needs-e") == (16, False)
+    assert engine.match("needs-none") == (32, False)
+    assert engine.match("other-e") == (0, False)
+    assert engine.reason("other-e") == Fallback.NOT_COVERED
+
+
+def test_two_requests_for_one_prefix_load_it_once(engine_of: EngineOf) -> None:
+    engine = engine_of()
+    engine.admit("first")
+    engine.admit("second")
+    engine.admit("other", plan="none")
+    assert engine.match("first") == (32, False)
+    engine.half.allocate("first", BLOCKS, 32)
+    assert engine.match("second") == (None, False)
+    assert engine.match("other") == (32, False)
+    engine.half.report("first", LoadReport(), engine.salter("first"))
+    assert engine.match("second", local=32) == (0, False)
+
+
+@pytest.mark.parametrize("reason", [Fallback.LOAD_CORRUPT, Fallback.LOAD_TIMEOUT])
+def test_a_failed_load_makes_the_request_exact(engine_of: EngineOf, reason: Fallback) -> None:
+    engine = engine_of()
+    engine.admit()
+    engine.match()
+    engine.half.allocate("r", BLOCKS, 32)
+    engine.half.take_jobs()
+    assert engine.half.report("r", LoadReport(reason=reason), engine.salter("r"))
+    assert engine.salts["r"] is None
+    assert engine.match() == (0, False)
+    assert engine.reason() == reason
+    assert engine.records[0].advertised_tokens == 0
+
+
+def test_a_failed_waiting_load_starts_over_in_blocks_of_its_own(engine_of: EngineOf) -> None:
+    engine = engine_of(asynchronous=True)
+    engine.admit()
+    assert engine.match() == (32, True)
+    engine.half.allocate("r", BLOCKS, 32)
+    report = LoadReport(reason=Fallback.LOAD_SHORT)
+    assert not engine.half.report("r", report, engine.salter("r"))  # no block to hide
+    assert engine.match() == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("plan", "obstacle", "reason"),
+    [
+        (None, None, Fallback.NOT_ASKED),
+        ("all", None, Fallback.FULL_PREFILL),
+        ("[2,99)", None, Fallback.BAD_PLAN),
+        ("[2,4)+stitch", None, Fallback.NO_STITCH),
+        ("[2,4)", Fallback.LORA, Fallback.LORA),
+        ("[2,4)", Fallback.MULTIMODAL, Fallback.MULTIMODAL),
+        ("[2,4)", Fallback.PROMPT_LOGPROBS, Fallback.PROMPT_LOGPROBS),
+    ],
+)
+def test_a_request_that_cannot_reuse_says_why_and_stays_exact(
+    engine_of: EngineOf, plan: str | None, obstacle: Fallback | None, reason: Fallback
+) -> None:
+    engine = engine_of()
+    engine.admit(plan=plan, obstacle=obstacle)
+    assert engine.match() == (0, False)
+    assert engine.salts == {}
+    assert engine.reason() == reason
+
+
+def test_a_request_may_opt_out(engine_of: EngineOf) -> None:
+    engine = engine_of(choose=lambda n, m: ReusePlan.of(0, 0))
+    view = RequestView("r", TOKENS, {"droidkv": {"reuse": False}})
+    engine.half.admit(view, engine.salter("r"))
+    assert engine.match() == (0, False)
+    assert engine.reason() == Fallback.OPTED_OUT
+
+
+def test_the_server_chooses_by_what_is_covered(engine_of: EngineOf) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def choose(prefix: int, suffix: int) -> ReusePlan | None:
+        asked.append((prefix, suffix))
+        return ReusePlan.of(2, 4) if prefix > 8 else None
+
+    engine = engine_of(choose=choose)
+    engine.admit(plan=None)
+    assert engine.match() == (32, False)
+    engine.admit("short", plan=None, num_tokens=10)
+    assert engine.match("short") == (0, False)
+    assert engine.reason("short") == Fallback.NOT_CHOSEN
+    assert asked == [(32, 8), (8, 2)]
+
+
+def test_a_slow_store_does_not_hold_the_scheduler(engine_of: EngineOf) -> None:
+    engine = engine_of(patience_seconds=0.0)
+    engine.store.release.clear()
+    engine.admit()
+    assert engine.match() == (None, False)
+    engine.store.release.set()
+    deadline = time.monotonic() + 20
+    while "r" not in engine.salts and time.monotonic() < deadline:
+        # None also when the salt is set: what the engine found locally, it found without it.
+        assert engine.match() == (None, False)
+    assert engine.match() == (32, False)
+
+
+def test_a_store_that_hangs_is_given_up(engine_of: EngineOf) -> None:
+    engine = engine_of(lookup_seconds=0.05, patience_seconds=0.2)
+    engine.store.release.clear()
+    engine.admit()
+    assert engine.match() == (0, False)
+    assert engine.reason() == Fallback.LOOKUP_TIMEOUT
+
+
+def test_a_store_that_is_down_is_given_up(engine_of: EngineOf) -> None:
+    engine = engine_of()
+    engine.store.error = ConnectionError("refused")
+    engine.admit()
+    assert engine.match() == (0, False)
+    assert engine.reason() == Fallback.LOOKUP_BACKEND_DOWN
+
+
+def test_an_aborted_request_leaves_nothing_behind(engine_of: EngineOf) -> None:
+    engine = engine_of(asynchronous=True)
+    engine.admit("first")
+    engine.admit("second")
+    engine.match("first")
+    engine.half.allocate("first", BLOCKS, 32)
+    assert engine.reason("first") == Fallback.ABORTED
+    jobs, dropped = engine.half.take_jobs()
+    assert [job.request_id for job in jobs] == dropped == ["first"]
+    assert engine.match("second") == (32, True)
+    assert engine.match("first") == (0, False)
+    assert not engine.half.report("first", LoadReport(), engine.salter("first"))
+
+
+def test_a_preempted_request_is_promised_the_same_again(engine_of: EngineOf) -> None:
+    engine = engine_of()
+    engine.admit()
+    for blocks in (BLOCKS, BLOCKS[::-1]):
+        assert engine.match() == (32, False)
+        engine.half.allocate("r", blocks, 32)
+        (job,), _ = engine.half.take_jobs()
+        assert job.block_ids == blocks
+        engine.half.report("r", LoadReport(), engine.salter("r"))
+
+
+def test_a_sender_stores_chunks_as_they_fill_and_once() -> None:
+    half = SenderScheduler(CHUNK)
+    half.admit(RequestView("r", TOKENS))
+    half.admit(RequestView("lora", TOKENS, obstacle=Fallback.LORA))
+    saved: list[int] = []
+    for computed in (5, 15, 20, 8, 40, 41, 60):  # 8: preempted, and prefilled once more
+        for job in half.step(
+            [Scheduled("r", BLOCKS, computed), Scheduled("lora", BLOCKS, computed)]
+        ):
+            assert job.request_id == "r"
+            assert len(job.token_ids) % CHUNK == 0
+            saved += range(job.first_chunk, len(job.token_ids) // CHUNK)
+    assert saved == [0, 1, 2, 3, 4]
+    half.finish("r")
+    assert half.step([Scheduled("r", BLOCKS, 40)]) == []

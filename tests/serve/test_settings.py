@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import made_profiles
+import pytest
+
+from droidkv.errors import IdentityError, PlanError, ServeError
+from droidkv.identity import Fingerprint
+from droidkv.plan import ReusePlan
+from droidkv.profile import write_profile
+from droidkv.serve.settings import (
+    ReceiverPair,
+    ServeSettings,
+    needed_hidden_layers,
+    plan_chooser,
+    receiver_pair,
+)
+
+SENDER, RECEIVER = made_profiles.fingerprint(10), made_profiles.fingerprint(11)
+BASE = {"role": "receiver", "store": "memory://x"}
+
+
+def settings(**table: Any) -> ServeSettings:
+    return ServeSettings.from_table({**BASE, **table})
+
+
+def profile_file(folder: Path, **changes: Any) -> str:
+    path = folder / "tiny.json"
+    write_profile(path, made_profiles.profile(**{"stitch": None, **changes}))
+    return str(path)
+
+
+def nobody(name: str) -> Fingerprint:
+    raise AssertionError(f"no identity was to be taken of {name}")
+
+
+def test_defaults() -> None:
+    assert settings() == ServeSettings("receiver", "memory://x")
+
+
+@pytest.mark.parametrize(
+    ("table", "named"),
+    [
+        ({"role": "both"}, "role"),
+        ({"stores": "x"}, "stores"),
+        ({"chunk_tokens": 0}, "chunk_tokens"),
+        ({"order": "first"}, "order"),
+        ({"load": True}, "load"),
+        ({"profiles": "x.json"}, "profiles"),
+        ({"profiles": ["a.json", "b.json"]}, "one profile"),
+        ({"load_seconds": 0}, "load_seconds"),
+    ],
+)
+def test_a_mistake_is_named(table: dict[str, Any], named: str) -> None:
+    with pytest.raises(ServeError, match=named):
+        settings(**table)
+
+
+def test_a_receiver_without_a_profile_needs_consent() -> None:
+    with pytest.raises(IdentityError, match="allow_unprofiled"):
+        receiver_pair(settings(sender="/base"), RECEIVER, lambda name: SENDER)
+    pair = receiver_pair(
+        settings(sender="/base", allow_unprofiled=True), RECEIVER, lambda name: SENDER
+    )
+    assert (pair.sender, pair.profile) == (SENDER, None)
+    # A model reuses its own cache as it likes.
+    assert receiver_pair(settings(sender="/me"), RECEIVER, lambda name: RECEIVER).profile is None
+
+
+def test_a_receiver_must_say_whose_cache() -> None:
+    with pytest.raises(ServeError, match="whose caches"):
+        receiver_pair(settings(), RECEIVER, nobody)
+
+
+def test_a_profile_is_consent_for_its_own_pair_only(tmp_path: Path) -> None:
+    path = profile_file(tmp_path)
+    pair = receiver_pair(settings(profiles=[path]), RECEIVER, nobody)
+    assert pair.sender == SENDER
+    with pytest.raises(IdentityError, match="weights"):
+        receiver_pair(settings(profiles=[path]), SENDER, nobody)
+    with pytest.raises(IdentityError, match="weights"):
+        receiver_pair(settings(profiles=[path], sender="/x"), RECEIVER, lambda name: RECEIVER)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("cache_dtype", "bfloat16"),
+        ("tensor_parallel", 2),
+        ("rope", (("rope_theta", 500000),)),
+        ("architecture", (("hidden_size", 128), ("model_type", "llama"))),
+        ("vocabulary", made_profiles.sha(9)),
+    ],
+)
+def test_caches_of_another_kind_are_refused_by_field(field: str, value: Any) -> None:
+    sender = replace(SENDER, **{field: value})
+    with pytest.raises(IdentityError, match=field):
+        receiver_pair(
+            settings(sender="/base", allow_unprofiled=True), RECEIVER, lambda name: sender
+        )
+
+
+def test_a_sender_stores_what_its_receivers_frontiers_need(tmp_path: Path) -> None:
+    records = [
+        made_profiles.record(ReusePlan.of(0, 0), [0.0] * 4, kl=2.0),
+        made_profiles.record(ReusePlan.of(2, 3), [1.0, 1.0, 0.0, 0.0], kl=1.0),
+        made_profiles.record(ReusePlan.of(1, 3), [0.0] * 4, kl=3.0),  # dominated
+        made_profiles.record(ReusePlan.of(0, 4), [1.0] * 4, kl=0.0),
+    ]
+    path = profile_file(tmp_path, measurements=records)
+    sender = ServeSettings("sender", "memory://x", profiles=(path,), hidden_layers=(3,))
+    assert needed_hidden_layers(sender, SENDER) == (2, 3)
+    with pytest.raises(IdentityError, match="weights"):
+        needed_hidden_layers(sender, RECEIVER)
+
+
+def test_the_servers_choice_comes_from_the_profile(tmp_path: Path) -> None:
+    records = [
+        made_profiles.record(ReusePlan.of(0, 0), [0.0] * 4),
+        made_profiles.record(ReusePlan.of(2, 3), [1.0] * 4),
+        made_profiles.record(ReusePlan.of(0, 4), [1.0] * 4),
+    ]
+    profile = made_profiles.profile(records, stitch=None)
+    pair = ReceiverPair(SENDER, profile, None)
+    choose = plan_chooser(settings(), pair, 4)
+    assert choose is not None
+    assert choose(1000, 30) == ReusePlan.of(2, 3)
+    lossless = made_profiles.profile([records[0], records[2]], stitch=None)
+    choose = plan_chooser(settings(), ReceiverPair(SENDER, lossless, None), 4)
+    assert choose is not None
+    assert choose(1000, 30) is None
+
+
+def test_a_fixed_plan_wins_and_is_checked() -> None:
+    pair = ReceiverPair(SENDER, None, None)
+    assert plan_chooser(settings(), pair, 4) is None
+    choose = plan_chooser(settings(plan="[1,3)"), pair, 4)
+    assert choose is not None
+    assert choose(1, 1) == ReusePlan.of(1, 3)
+    with pytest.raises(PlanError):
+        plan_chooser(settings(plan="[1,9)"), pair, 4)

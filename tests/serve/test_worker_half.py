@@ -1,0 +1,362 @@
+"""The worker half over a fake engine must build the mixed cache that `partial_prefill` builds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from serve.fake_engine import FakePagedModel
+from tiny import NUM_LAYERS, VOCAB_SIZE, tiny_model
+from torch import Tensor
+
+from droidkv.cache import CapturedCache
+from droidkv.capture import capture
+from droidkv.plan import ReusePlan
+from droidkv.prefill import partial_prefill
+from droidkv.serve.connector_plan import LOAD_ORDERS, Fallback, LoadJob, LoadOrder, SaveJob
+from droidkv.serve.objects import MissReason, ObjectName, StoreMiss
+from droidkv.serve.store import MemoryStore, chunk_keys
+from droidkv.serve.worker_half import ReceiverWorker, SenderWorker, StepResult
+from droidkv.stitch import StitchMap, fit_stitch
+
+CHUNK, BLOCK = 8, 4
+SLOW = 600.0  # seconds that no load here takes, however busy the machine
+NAMESPACE = "a" * 64
+TOKENS = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+BLOCKS = (7, 2, 9, 0, 11, 5, 3, 8, 1, 4)
+PLANS = ["none", "[0,2)", "[2,4)", "[4,6)", "[3,4)", "all"]
+
+SENDER = tiny_model(seed=1)
+RECEIVER = tiny_model(seed=1, noise=0.05)
+
+
+class FaultyStore(MemoryStore):
+    """A store whose reads may be slow, fail, or give something else."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        super().__init__(chunk_tokens)
+        self.fault: Callable[[ObjectName, Tensor | None], Tensor | None] | None = None
+
+    def _read(self, names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
+        found = super()._read(names, deadline)
+        if self.fault is None:
+            return found
+        return [self.fault(name, each) for name, each in zip(names, found, strict=True)]
+
+
+def captured(num_tokens: int) -> CapturedCache:
+    return capture(SENDER, torch.tensor([TOKENS[:num_tokens]]), hidden_layers=range(NUM_LAYERS))
+
+
+@pytest.fixture
+def store() -> FaultyStore:
+    store = FaultyStore(CHUNK)
+    cache = captured(len(TOKENS))
+    for key in chunk_keys(NAMESPACE, TOKENS, CHUNK):
+        part = slice(key.index * CHUNK, (key.index + 1) * CHUNK)
+        for layer in range(NUM_LAYERS):
+            store.put_kv(key, layer, cache.keys[layer][0, :, part], cache.values[layer][0, :, part])
+            store.put_hidden(key, layer, cache.hidden[layer][0, part])
+    return store
+
+
+@pytest.fixture
+def engine() -> FakePagedModel:
+    return FakePagedModel(RECEIVER, num_blocks=16, block_tokens=BLOCK)
+
+
+@pytest.fixture
+def workers() -> Iterator[list[ReceiverWorker]]:
+    made: list[ReceiverWorker] = []
+    yield made
+    for worker in made:
+        worker.close()
+
+
+def job(plan: str, stop: int = 32, start: int = 0, waits: bool = False) -> LoadJob:
+    return LoadJob(
+        "r", ReusePlan.parse(plan, NUM_LAYERS), tuple(TOKENS[:stop]), start, BLOCKS, waits
+    )
+
+
+def steps_until_over(worker: ReceiverWorker) -> StepResult:
+    """Step on as an idle engine does, until a load is over."""
+    deadline = time.monotonic() + SLOW
+    while time.monotonic() < deadline:
+        result = worker.end_step(is_idle=True)
+        if result.reports:
+            return result
+        worker.start([])
+    raise AssertionError("the load was never over")
+
+
+def assert_mixed(engine: FakePagedModel, done: LoadJob, stitch: StitchMap | None = None) -> None:
+    ids = torch.tensor([list(done.token_ids)])
+    context = partial_prefill(RECEIVER, ids, captured(done.stop), done.plan, stitch)
+    slots = torch.tensor(
+        [BLOCKS[t // BLOCK] * BLOCK + t % BLOCK for t in range(done.start, done.stop)]
+    )
+    for layer in range(NUM_LAYERS):
+        keys, values = context.cache.layer(layer)
+        torch.testing.assert_close(
+            engine.keys[layer][:, slots], keys[0, :, done.start :], atol=1e-5, rtol=1e-5
+        )
+        torch.testing.assert_close(
+            engine.values[layer][:, slots], values[0, :, done.start :], atol=1e-5, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("order", LOAD_ORDERS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_load_builds_the_mixed_cache(
+    plan: str,
+    order: LoadOrder,
+    store: FaultyStore,
+    engine: FakePagedModel,
+    workers: list[ReceiverWorker],
+) -> None:
+    worker = ReceiverWorker(engine, store, NAMESPACE, order, SLOW)
+    workers.append(worker)
+    worker.start([job(plan)])
+    for layer in range(NUM_LAYERS):
+        worker.wait_for_layer(layer)
+    result = worker.end_step()
+    assert result.invalid_block_ids == set()
+    assert result.reports["r"].reason is None
+    assert_mixed(engine, job(plan))
+
+
+def test_a_partly_local_prefix_is_completed(
+    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+) -> None:
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
+    workers.append(worker)
+    worker.start([job("[2,4)", stop=16)])
+    worker.end_step()
+    worker.start([job("[2,4)", stop=32, start=12)])  # neither chunk- nor request-aligned
+    worker.end_step()
+    assert engine.recomputed == [(0, 16), (12, 32)]
+    assert_mixed(engine, job("[2,4)"))
+
+
+def test_a_waiting_request_is_recomputed_within_the_budget(
+    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+) -> None:
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW, tokens_per_step=10)
+    workers.append(worker)
+    worker.start([job("[2,5)", waits=True)])
+    result = steps_until_over(worker)
+    assert result.finished == {"r"} and result.failed == set()
+    assert engine.recomputed == [(0, 10), (10, 20), (20, 30), (30, 32)]
+    assert result.reports["r"].recomputed_tokens == 32
+    assert_mixed(engine, job("[2,5)"))
+
+
+def test_a_stitched_plan_maps_e_first(
+    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+) -> None:
+    stitch = fit_stitch(SENDER, RECEIVER, [TOKENS], rank=4)
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW, stitch=stitch)
+    workers.append(worker)
+    worker.start([job("[2,4)+stitch")])
+    worker.end_step()
+    assert_mixed(engine, job("[2,4)+stitch"), stitch)
+
+
+def test_bytes_are_counted(
+    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+) -> None:
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
+    workers.append(worker)
+    worker.start([job("[2,4)")])
+    report = worker.end_step().reports["r"]
+    kv = 2 * engine.kv_shape[0] * engine.kv_shape[1] * 32 * 4
+    assert report.loaded_bytes == (NUM_LAYERS - 2) * kv + 32 * engine.hidden_size * 4
+    assert report.recomputed_tokens == 32
+
+
+def absent(name: ObjectName, found: Tensor | None) -> Tensor | None:
+    return None
+
+
+def short(name: ObjectName, found: Tensor | None) -> Tensor | None:
+    return None if found is None else found[: found.numel() // 2].clone()
+
+
+def corrupt(name: ObjectName, found: Tensor | None) -> Tensor | None:
+    assert found is not None
+    found[-1] ^= 1
+    return found
+
+
+def down(name: ObjectName, found: Tensor | None) -> Tensor | None:
+    raise ConnectionError("gone")
+
+
+def timed_out(name: ObjectName, found: Tensor | None) -> Tensor | None:
+    raise StoreMiss(MissReason.TIMEOUT, "slow")
+
+
+FAULTS = [
+    (absent, Fallback.LOAD_ABSENT),
+    (short, Fallback.LOAD_SHORT),
+    (corrupt, Fallback.LOAD_CORRUPT),
+    (down, Fallback.LOAD_BACKEND_DOWN),
+    (timed_out, Fallback.LOAD_TIMEOUT),
+]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("which", ["hidden", "kv"])
+@pytest.mark.parametrize(("fault", "reason"), FAULTS)
+def test_any_fault_gives_the_request_back(
+    fault: Callable[[ObjectName, Tensor | None], Tensor | None],
+    reason: Fallback,
+    which: str,
+    waits: bool,
+    store: FaultyStore,
+    engine: FakePagedModel,
+    workers: list[ReceiverWorker],
+) -> None:
+    last = len(TOKENS) // CHUNK - 2
+
+    def one(name: ObjectName, found: Tensor | None) -> Tensor | None:
+        hit = name.kind == which and name.key.index == last and name.layer in (2, 5)
+        return fault(name, found) if hit else found
+
+    store.fault = one
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
+    workers.append(worker)
+    worker.start([job("[2,4)", waits=waits)])
+    if waits:
+        result = steps_until_over(worker)
+        assert result.finished == result.failed == {"r"}
+        assert result.invalid_block_ids == set()
+    else:
+        for layer in range(NUM_LAYERS):
+            worker.wait_for_layer(layer)
+        result = worker.end_step()
+        assert result.invalid_block_ids == set(BLOCKS[: 32 // BLOCK])
+    assert result.reports["r"].reason == reason
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_store_that_hangs_is_left_at_the_deadline_and_writes_no_more(
+    waits: bool, store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+) -> None:
+    release = threading.Event()
+
+    def hang(name: ObjectName, found: Tensor | None) -> Tensor | None:
+        if name.kind == "kv" and name.layer == 4:
+            release.wait(20)
+        return found
+
+    store.fault = hang
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=0.3)
+    workers.append(worker)
+    began = time.monotonic()
+    worker.start([job("[2,4)", waits=waits)])
+    result = steps_until_over(worker)
+    assert time.monotonic() - began < 20  # when the store would let go
+    assert result.reports["r"].reason == Fallback.LOAD_TIMEOUT
+    before = engine.keys.clone()
+    release.set()
+    time.sleep(0.2)
+    assert torch.equal(engine.keys.nan_to_num(), before.nan_to_num())
+
+
+def test_another_models_shape_is_refused(
+    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+) -> None:
+    engine.kv_shape = (engine.kv_shape[0] + 1, engine.kv_shape[1])
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
+    workers.append(worker)
+    worker.start([job("none")])
+    assert worker.end_step().reports["r"].reason == Fallback.LOAD_WRONG_SHAPE
+
+
+def test_a_failing_recompute_gives_the_request_back(
+    store: FaultyStore,
+    engine: FakePagedModel,
+    workers: list[ReceiverWorker],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine, "recompute", broken)
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
+    workers.append(worker)
+    worker.start([job("[2,4)")])
+    assert worker.end_step().reports["r"].reason == Fallback.RECOMPUTE_FAILED
+
+
+def test_an_aborted_request_is_let_go(
+    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+) -> None:
+    release = threading.Event()
+
+    def hang(name: ObjectName, found: Tensor | None) -> Tensor | None:
+        release.wait(20)
+        return found
+
+    store.fault = hang
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
+    workers.append(worker)
+    worker.start([job("none", waits=True)])
+    worker.end_step()
+    worker.start([], dropped=["r"])
+    result = worker.end_step()
+    release.set()
+    assert result.finished == {"r"}  # vLLM frees its blocks only then
+    assert result.reports["r"].reason == Fallback.ABORTED
+
+
+def test_a_sender_stores_what_a_receiver_can_load(workers: list[ReceiverWorker]) -> None:
+    cache = captured(len(TOKENS))
+    sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
+    slots = torch.tensor([BLOCKS[t // BLOCK] * BLOCK + t % BLOCK for t in range(len(TOKENS))])
+    for layer in range(NUM_LAYERS):
+        sender.write_kv(layer, slots, cache.keys[layer][0], cache.values[layer][0])
+    sender.hidden[2] = torch.full((64, sender.hidden_size), torch.nan)
+    sender.hidden[2][slots] = cache.hidden[2][0]
+    store = MemoryStore(CHUNK)
+    worker = SenderWorker(sender, store, NAMESPACE, [2])
+    worker.save([SaveJob("s", tuple(TOKENS[:16]), 0, BLOCKS)])
+    worker.save([SaveJob("s", tuple(TOKENS[:32]), 2, BLOCKS)])
+    assert worker.flush(10)
+    worker.close()
+    assert (worker.chunks_saved, worker.chunks_failed) == (4, 0)
+    engine = FakePagedModel(RECEIVER, num_blocks=16, block_tokens=BLOCK)
+    receiver = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
+    workers.append(receiver)
+    receiver.start([job("[2,4)")])
+    assert receiver.end_step().reports["r"].reason is None
+    assert_mixed(engine, job("[2,4)"))
+
+
+def test_kv_is_never_stored_without_its_e() -> None:
+    sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
+    sender.hidden[2] = torch.full((64, sender.hidden_size), torch.nan)
+    store = MemoryStore(CHUNK)
+    worker = SenderWorker(sender, store, NAMESPACE, [2])
+    worker.save([SaveJob("s", tuple(TOKENS[:16]), 0, BLOCKS)])
+    worker.close()
+    assert worker.chunks_without_hidden == 2
+    assert store.stats().puts == 0
+
+
+def test_a_store_that_refuses_does_not_stop_the_sender() -> None:
+    class Full(MemoryStore):
+        def _write(self, name: ObjectName, buffer: Tensor) -> None:
+            raise OSError("no space left")
+
+    sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
+    worker = SenderWorker(sender, Full(CHUNK), NAMESPACE, [])
+    worker.save([SaveJob("s", tuple(TOKENS[:16]), 0, BLOCKS)])
+    worker.flush(10)
+    worker.close()
+    assert worker.chunks_failed == 2
