@@ -167,8 +167,9 @@ def _bound_by(
 def _claim_holds(chosen: Measurement, objective: Objective, max_loss: float) -> bool:
     if not interval_allows(chosen, max_loss):
         return False
-    # Items that all lose the same give a bootstrap interval without width, however few they are.
-    no_width = chosen.interval.low == chosen.interval.high
+    # Resampling items that all lose the same, or of which none loses, shows no loss, however few
+    # they are.
+    none_seen = chosen.interval.low == chosen.interval.high or chosen.interval.high <= 0
     return not (
-        objective == "score" and no_width and 100 * unseen_share(chosen.num_items) > max_loss
+        objective == "score" and none_seen and 100 * unseen_share(chosen.num_items) > max_loss
     )

@@ -105,6 +105,15 @@ def test_few_items_without_a_loss_do_not_allow_the_claim_either(
     assert (f"could hide behind {num_items} items" in text(choice)) == (not holds)
 
 
+def test_a_few_gains_do_not_hide_that_no_loss_was_seen_yet() -> None:
+    full = [0.0] * 2 + [1.0] * 8
+    items = tuple(item(index, score) for index, score in enumerate(full))
+    choice = pick(profile([record(SHORT, [1.0] * 10)], items=items))
+    assert choice.interval.low < choice.interval.high <= 0
+    assert not choice.claim_holds
+    assert "could hide behind 10 items" in text(choice)
+
+
 def test_undecoded_answers_are_mentioned() -> None:
     p = profile([record(SHORT, [None, *scores(0)[1:]])])
     assert "1 of 100 answers differ and were not decoded; they count as 0" in text(pick(p))
