@@ -61,7 +61,7 @@ class EntersLayers:
         if layers:
             # vLLM's cache of compiled graphs does not know which layers hand out their input.
             vllm_config.additional_config[HASHED_KEY] = list(layers)
-        super().__init__(vllm_config=vllm_config, prefix=prefix, **others)
+        super().__init__(vllm_config=vllm_config, prefix=prefix, **others)  # type: ignore[call-arg]
         if _is_droidkv(vllm_config):
             _models.add(self)  # type: ignore[arg-type]
         if layers:

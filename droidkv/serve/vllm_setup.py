@@ -146,7 +146,7 @@ def check_cache(kv_cache_config: Any) -> Any:
     """
     groups = kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec if len(groups) == 1 else None
-    if type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
+    if spec is None or type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
         kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
         raise UnsupportedModelError(
             f"expected full attention over one page table, got {', '.join(kinds)}"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from command_line import error_of, run, run_json
 
-from droidkv.doctor import Check
+from droidkv.check import Check
 from droidkv.oracles import VerifyResult
 
 RECORDS = ("--task-option", "num_records=2")
