@@ -58,7 +58,13 @@ def test_interrupting_a_profile_loses_nothing_finished(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "droidkv.cli.main", "profile", "tiny", *MANY, "-o", "a.json"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     first = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # A shell's background job ignores SIGINT, and its children would too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     run_folder = tmp_path / "a.run"
     deadline = time.monotonic() + 300
