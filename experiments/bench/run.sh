@@ -5,7 +5,9 @@ set -eu
 out=experiments/bench
 
 # Partial prefill against the stock model's own, by number of recomputed layers.
-droidkv bench prefill --prefix-tokens 1000 --suffix-tokens 32 --json > "$out/prefill.json"
+droidkv bench prefill --prefix-tokens 1000 --suffix-tokens 16 --json > "$out/prefill.json"
+droidkv bench prefill --prefix-tokens 1000 --suffix-tokens 16 --layers 9 --layers 12 \
+    --json > "$out/prefill-9-12.json"
 # The same with the shortest suffix there is: nearly the prefix alone.
 droidkv bench prefill --prefix-tokens 1000 --suffix-tokens 1 --json > "$out/prefill-suffix-1.json"
 
