@@ -25,9 +25,16 @@ from droidkv.search import (
 NUM_LAYERS = 10
 RACES = [NoRace(), SureRace(), ConfidentRace()]
 NEEDS = {"gp": "scipy"}
+# A second or more for each plan it proposes.
+SLOW = {"gp"}
 
 
-@pytest.fixture(params=sorted(SAMPLERS))
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in sorted(SAMPLERS)
+    ]
+)
 def sampler(request: pytest.FixtureRequest) -> Iterator[str]:
     name: str = request.param
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
