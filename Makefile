@@ -34,7 +34,7 @@ model: $(INSTALLED)
 # Every second border only, to stay within minutes; the committed profiles are finer.
 quickstart: model
 	@mkdir -p $(QUICK)
-	$(DROIDKV) profile smollm2-records --items 12 --granularity 2 --output $(QUICK_PROFILE)
+	$(DROIDKV) profile smollm2-records --items 20 --granularity 2 --output $(QUICK_PROFILE)
 	@echo
 	$(DROIDKV) frontier plot $(QUICK_PROFILE)
 	@echo
