@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,8 +123,15 @@ def ask(
             answer["score"] = task.score(item, answer["text"]) if document is None else None
         results.append(entry)
     console.progress("questions", len(asked), len(asked))
-    value = {"profile": str(path), "pair": pair.name, "plan": str(plan), "items": results}
-    console.result(value, _lines(plan, profile.num_layers, results))
+    ways_told = _summary(results)
+    value = {
+        "profile": str(path),
+        "pair": pair.name,
+        "plan": str(plan),
+        "ways": ways_told,
+        "items": results,
+    }
+    console.result(value, [*_lines(plan, profile.num_layers, results), "", *_way_lines(ways_told)])
 
 
 def _picked(profile: Profile, max_loss: float | None) -> ReusePlan:
@@ -177,6 +185,39 @@ def _lines(plan: ReusePlan, num_layers: int, results: list[dict[str, Any]]) -> I
         ]
         header = ("", "prefill", "score", "answer")
         yield from (f"  {line}" for line in table(header, rows, align="<>><"))
+
+
+def _summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each way over all questions."""
+    ways = []
+    for answers in zip(*(entry["answers"] for entry in results), strict=True):
+        scores = [answer["score"] for answer in answers]
+        ways.append(
+            {
+                "method": answers[0]["method"],
+                "plan": answers[0]["plan"],
+                "num_items": len(answers),
+                "mean_score": None if None in scores else sum(scores) / len(scores),
+                "median_prefill_seconds": statistics.median(a["prefill_seconds"] for a in answers),
+            }
+        )
+    return ways
+
+
+def _way_lines(ways: list[dict[str, Any]]) -> list[str]:
+    full_seconds = ways[0]["median_prefill_seconds"]
+    rows = [
+        (
+            way["method"],
+            way["plan"],
+            f"{way['median_prefill_seconds']:.3f} s",
+            f"{full_seconds / way['median_prefill_seconds']:.2f}x",
+            "" if way["mean_score"] is None else f"{way['mean_score']:.2f}",
+        )
+        for way in ways
+    ]
+    header = ("", "plan", "median prefill", "less", f"mean score, n = {ways[0]['num_items']}")
+    return table(header, rows, "<<")
 
 
 def _printable(text: str) -> str:

@@ -13,7 +13,7 @@ from . import exits
 from .calibrate import calibration_for
 from .console import Console
 from .framework import Group
-from .frontier_table import diff_lines, header_lines, point_json, point_lines
+from .frontier_table import diff_lines, frontier_rows, header_lines, point_lines
 from .options import (
     choose_objective,
     objective_option,
@@ -79,21 +79,14 @@ def show(
 
     The full prefill stands in it even where a cheaper plan loses nothing either.
     """
-    from droidkv.frontier import pareto_front
     from droidkv.objectives import measure
-    from droidkv.plan import ReusePlan
 
     path, profile = read_named_profile(profile_name)
     chosen = choose_objective(profile, objective)
     calibration = calibration_for(profile, calibration_file)
     workload = workload_of(profile, prefix_tokens, suffix_tokens, bandwidth, calibration)
     points = measure(profile, chosen, cost, workload, operators)
-    front = pareto_front(points)
-    on_front = {point.plan for point in front}
-    baselines = {ReusePlan.of(0, 0), ReusePlan.of(0, profile.num_layers)}
-    shown = [p for p in points if show_all or p.plan in on_front or p.plan in baselines]
-    shown.sort(key=lambda p: (p.cost, p.loss, p.tie_break, p.plan))
-    rows = [point_json(profile, point, workload, point.plan in on_front) for point in shown]
+    rows = frontier_rows(profile, points, workload, show_all)
     value = {
         "profile": str(path),
         "pair": profile.pair,

@@ -18,15 +18,11 @@ _SHORT = {"score": "loss %", "kl": "KL, nats", "nll": "NLL, nats", "disagreement
 
 def summary(path: Path, made: Profile) -> tuple[dict[str, Any], list[str]]:
     """What was just measured and where it is, as JSON and as lines."""
-    from droidkv.frontier import pareto_front
     from droidkv.objectives import Workload, default_objective, measure
 
     objective = default_objective(made)
     workload = Workload.of_items(made)
-    rows = [
-        point_json(made, point, workload, on_front=True)
-        for point in pareto_front(measure(made, objective))
-    ]
+    rows = frontier_rows(made, measure(made, objective), workload)
     value = {
         "profile": str(path),
         "stitch": None if made.stitch is None else str(path.with_name(made.stitch.file)),
@@ -39,6 +35,22 @@ def summary(path: Path, made: Profile) -> tuple[dict[str, Any], list[str]]:
         "frontier": rows,
     }
     return value, [*header_lines(path, made, workload), "", *point_lines(rows, objective)]
+
+
+def frontier_rows(
+    profile: Profile, points: Sequence[Measurement], workload: Workload, show_all: bool = False
+) -> list[dict[str, Any]]:
+    """The frontier and both baselines, or all points, by cost."""
+    from droidkv.frontier import pareto_front
+    from droidkv.plan import ReusePlan
+
+    on_front = {point.plan for point in pareto_front(points)}
+    kept = on_front | {ReusePlan.of(0, 0), ReusePlan.of(0, profile.num_layers)}
+    return [
+        point_json(profile, point, workload, point.plan in on_front)
+        for point in sorted(points, key=lambda p: (p.cost, p.loss, p.tie_break, p.plan))
+        if show_all or point.plan in kept
+    ]
 
 
 def point_json(

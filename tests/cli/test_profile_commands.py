@@ -23,7 +23,8 @@ def test_profile_writes_what_it_says(tmp_path: Path) -> None:
     assert value["num_plans"] == len(profile.measurements) == 17
     assert profile.provenance.command.startswith("droidkv ")
     assert Path(value["stitch"]).is_file()
-    assert value["frontier"][0]["plan"] == "[0,0)"
+    shown = [row["plan"] for row in value["frontier"]]
+    assert shown[0] == "[0,0)" and "[0,4)" in shown
 
 
 def test_the_default_place_is_named_after_the_pair_and_the_other_task(tmp_path: Path) -> None:
@@ -144,7 +145,10 @@ def test_ask_answers_three_ways(profiled: Path) -> None:
         answers = item["answers"]
         assert [answer["plan"] for answer in answers] == ["[0,4)", "[0,0)", "[1,3)+stitch"]
         assert all(answer["prefill_seconds"] > 0 for answer in answers)
-    assert "naive full reuse" in run(*arguments).stdout
+    assert [way["num_items"] for way in value["ways"]] == [2, 2, 2]
+    scores = [item["answers"][0]["score"] for item in value["items"]]
+    assert value["ways"][0]["mean_score"] == sum(scores) / 2
+    assert "median prefill" in run(*arguments).stdout
 
 
 def test_ask_with_the_whole_group_answers_as_the_full_prefill(profiled: Path) -> None:
