@@ -17,6 +17,7 @@ from .frontier_table import diff_lines, frontier_rows, header_lines, point_lines
 from .options import (
     choose_objective,
     objective_option,
+    operator_option,
     output_folder,
     profile_argument,
     workload_of,
@@ -30,14 +31,7 @@ cost_option = click.option(
     help="What a plan costs: layers, flops, bytes or ttft. Default: layers.",
     default="layers",
 )
-operator_option = click.option(
-    "--operator",
-    "operators",
-    type=click.Choice(["copy", "stitch"]),
-    multiple=True,
-    default=("copy", "stitch"),
-    help="Only plans of this family. Repeatable; default: both.",
-)
+only_operator_option = operator_option("Only plans of this family.")
 
 
 @click.group(cls=Group)
@@ -59,7 +53,7 @@ def frontier() -> None:
 @profile_argument
 @objective_option
 @cost_option
-@operator_option
+@only_operator_option
 @workload_options
 @click.option("--all", "show_all", is_flag=True, help="Every measured plan, not only the frontier.")
 @click.pass_obj
@@ -154,7 +148,7 @@ def plot(
 @click.option("--max-loss", type=float, help="Largest loss; in percent for score. Default: 5.")
 @click.option("--slo-ttft", type=SECONDS, help="Longest time to the first token: 0.5s, 500ms.")
 @objective_option
-@operator_option
+@only_operator_option
 @workload_options
 @click.pass_obj
 def pick(

@@ -73,6 +73,19 @@ workload_options = combined(
     ),
 )
 
+
+def operator_option(help_text: str) -> Callable[[Decorated], Decorated]:
+    """Families of plans, both unless told otherwise."""
+    return click.option(
+        "--operator",
+        "operators",
+        type=click.Choice(["copy", "stitch"]),
+        multiple=True,
+        default=("copy", "stitch"),
+        help=f"{help_text} Repeatable; default: both.",
+    )
+
+
 objective_option = click.option(
     "--objective",
     help="What a loss is: score, kl, nll or disagreement. Default: score where the full prefill "

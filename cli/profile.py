@@ -13,6 +13,7 @@ from .frontier_table import summary
 from .options import (
     choose_task,
     command_line,
+    operator_option,
     output_file,
     pair_argument,
     run_options,
@@ -39,14 +40,7 @@ from .stitch import fit_options
 @click.option(
     "--granularity", default=1, show_default=True, help="Borders of groups are multiples of this."
 )
-@click.option(
-    "--operator",
-    "operators",
-    type=click.Choice(["copy", "stitch"]),
-    multiple=True,
-    default=("copy", "stitch"),
-    help="A family of plans. Repeatable; default: both.",
-)
+@operator_option("A family of plans.")
 @click.option(
     "--decode",
     type=click.Choice(["none", "frontier", "all"]),

@@ -13,6 +13,7 @@ from .frontier_table import summary
 from .options import (
     choose_task,
     command_line,
+    operator_option,
     output_file,
     pair_argument,
     run_options,
@@ -50,14 +51,7 @@ SUGGESTED_PLANS = 8
 @click.option("--items", default=16, show_default=True, help="Evaluated items.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the items and the search.")
 @click.option("--granularity", default=1, show_default=True, help="Borders of groups.")
-@click.option(
-    "--operator",
-    "operators",
-    type=click.Choice(["copy", "stitch"]),
-    multiple=True,
-    default=("copy", "stitch"),
-    help="A family of plans. Repeatable; default: both.",
-)
+@operator_option("A family of plans.")
 @click.option("--sampler", default="frontier", show_default=True, help="How plans are proposed.")
 @click.option("--loss", default="kl", show_default=True, help="What is minimised besides layers.")
 @click.option(

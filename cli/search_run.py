@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ from droidkv.pair import Pair
 from droidkv.plan import ReusePlan
 from droidkv.profile import Profile, write_profile
 from droidkv.profile_job import Job, ProfileSettings
-from droidkv.profiler import get_map
+from droidkv.profiler import get_map, keep_map
 from droidkv.run_folder import Progress, RunFolder
 from droidkv.search import BudgetedSearch, SearchResult, SearchSettings, SearchSpace
 from droidkv.tasks import get_task
@@ -109,22 +107,22 @@ class SearchRun:
     def write(self, result: SearchResult, command: str) -> Profile:
         """Decode the found plans near the frontier, and write them as a profile."""
         job = self._job
-        job.plans = []  # so that only the items' own figures are made
-        swept = [job.sweep_item(index, self._stitch) for index in range(len(job.items))]
         job.plans = [found.plan for found in result.found]
-        for index, row in enumerate(swept):
-            row["plans"] = {
-                str(found.plan): dataclasses.astuple(found.drifts[index]) for found in result.found
-            }
+        swept = [
+            job.row(
+                index,
+                job.answer(index),
+                {found.plan: TeacherForced(**vars(found.drifts[index])) for found in result.found},
+            )
+            for index in range(len(job.items))
+        ]
         wanted = job.plans_to_decode(swept)
         scores = []
         for index in range(len(job.items)):
             scores.append(job.decode_item(index, swept[index], wanted, self._stitch))
             self._on_progress("decode", index + 1, len(job.items))
-        map_file = None
-        if self._stitch is not None:
-            map_file = self._output.with_suffix(".stitch.safetensors")
-            shutil.copyfile(self._folder.path / "map.safetensors", map_file)
+        stitched = self._stitch is not None
+        map_file = keep_map(job, self._folder, self._output) if stitched else None
         profile = job.assemble(swept, scores, map_file, command, self._started)
         write_profile(self._output, profile)
         self._folder.remove()  # other processes have read the map by now; the study stays

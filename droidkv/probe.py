@@ -173,19 +173,11 @@ def probe_pair(
 
 def _probe_row(job: Job, index: int) -> dict[str, Any]:
     receiver = job.receiver.model
-    item, answer = job.items[index], job.answer(index)
+    answer = job.answer(index)
     captured = capture(
         job.sender.model, answer.prefix_ids[None], hidden_layers=range(1, receiver.num_layers)
     )
-    steps = torch.arange(len(answer.answer_ids))
-    record = ItemRecord(
-        id=item.id,
-        prefix_tokens=len(answer.prefix_ids),
-        suffix_tokens=len(answer.suffix_ids),
-        answer_tokens=len(answer.answer_ids),
-        full_score=job.score(item, answer.answer_ids.tolist()),
-        full_nll=-float(answer.log_probs[steps, answer.answer_ids].mean()),
-    )
+    record = job.item_record(index, answer)
     probed = dataclasses.asdict(probe_item(receiver, captured, answer))
     return {"item": dataclasses.asdict(record), **probed}
 

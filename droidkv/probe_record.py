@@ -21,11 +21,12 @@ from droidkv.records import (
     TaskRecord,
     read_model_record,
     read_record,
+    rounded,
+    take_version,
 )
 from droidkv.stability import Stability, overlap, spearman, stability
 
 SCHEMA_VERSION = 1
-SIGNIFICANT_DIGITS = 6
 CRITICAL_SHARE = 0.05
 
 Side = Literal["reuse_one", "recompute_one"]
@@ -223,12 +224,7 @@ def probe_from_json(value: object, where: str = "probe") -> Probe:
             schema version is another one's.
     """
     fields = Fields(value, where, ProfileError)
-    version = fields.take("schema_version", int)
-    if version != SCHEMA_VERSION:
-        way_out = "update droidkv" if version > SCHEMA_VERSION else "probe the pair anew"
-        raise ProfileError(
-            f"{where}: expected schema_version {SCHEMA_VERSION}, got {version}; {way_out}"
-        )
+    take_version(fields, where, SCHEMA_VERSION, "probe the pair anew")
     arguments: dict[str, Any] = {
         "pair": fields.take("pair", str),
         "num_layers": fields.take("num_layers", int, minimum=1),
@@ -268,7 +264,7 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, ModelRecord):
         return {"name": value.name, "fingerprint": value.fingerprint.to_json()}
     if isinstance(value, float):
-        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+        return rounded(value)
     if isinstance(value, tuple | list):
         return [_to_json(each) for each in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

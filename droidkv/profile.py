@@ -29,6 +29,8 @@ from droidkv.records import (
     read_model_record,
     read_plan_record,
     read_record,
+    rounded,
+    take_version,
 )
 
 __all__ = [
@@ -49,7 +51,6 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 1
-SIGNIFICANT_DIGITS = 6
 
 
 @dataclass(frozen=True)
@@ -218,12 +219,7 @@ def profile_from_json(value: object, where: str = "profile") -> Profile:
             schema version is another one's.
     """
     fields = Fields(value, where, ProfileError)
-    version = fields.take("schema_version", int)
-    if version != SCHEMA_VERSION:
-        way_out = "update droidkv" if version > SCHEMA_VERSION else "profile the pair anew"
-        raise ProfileError(
-            f"{where}: expected schema_version {SCHEMA_VERSION}, got {version}; {way_out}"
-        )
+    take_version(fields, where, SCHEMA_VERSION, "profile the pair anew")
     shape = _shape(fields, where)
     noise_floor = fields.optional("noise_floor", dict)
     stitch = fields.optional("stitch", dict)
@@ -313,7 +309,7 @@ def _shape(fields: Fields, where: str) -> ModelShape:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, float):
-        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+        return rounded(value)
     if isinstance(value, tuple):
         return [_rounded(each) for each in value]
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ import torch
 from droidkv.capture import capture
 from droidkv.encode import EncodedItem, encode_shared
 from droidkv.errors import ProfileError, StitchError, TaskError, unknown_name
-from droidkv.evaluate import TokenItem, decode_plans, full_prefill_answer
+from droidkv.evaluate import TeacherForced, TokenItem, decode_plans, full_prefill_answer
 from droidkv.jsonio import sha256_file
 from droidkv.loading import LoadedModel
 from droidkv.objectives import measure_noise_floor
@@ -90,14 +90,7 @@ def load_map(profile_file: Path, profile: Profile) -> StitchMap:
     """
     if profile.stitch is None:
         raise StitchError(f"expected a profile with a stitching map, got {profile_file} with none")
-    file = profile_file.parent / profile.stitch.file
-    stitch = StitchMap.load(file)
-    if stitch.sha256 != profile.stitch.sha256:
-        raise StitchError(
-            f"expected the map that {profile_file} was measured with, sha256 "
-            f"{profile.stitch.sha256}, got {stitch.sha256} in {file}; restore it or profile anew"
-        )
-    return stitch
+    return StitchMap.load(profile_file.parent / profile.stitch.file, profile.stitch.sha256)
 
 
 class Job:
@@ -165,21 +158,33 @@ class Job:
         )
 
     def sweep_item(self, index: int, stitch: StitchMap | None) -> dict[str, Any]:
-        item = self.items[index]
         answer = self.answer(index)
         starts = {plan.transition for plan in self.plans if plan.transition is not None}
         captured = capture(self.sender.model, answer.prefix_ids[None], hidden_layers=starts)
         results = sweep(self.receiver.model, captured, answer, self.plans, stitch)
-        steps = torch.arange(len(answer.answer_ids))
+        return self.row(index, answer, results)
+
+    def row(
+        self, index: int, answer: TokenItem, results: Mapping[ReusePlan, TeacherForced]
+    ) -> dict[str, Any]:
+        """One evaluated item as it is kept in the run folder."""
         return {
-            "id": item.id,
-            "prefix_tokens": len(answer.prefix_ids),
-            "suffix_tokens": len(answer.suffix_ids),
-            "answer_ids": answer.answer_ids.tolist(),
-            "full_score": self.score(item, answer.answer_ids.tolist()),
-            "full_nll": -float(answer.log_probs[steps, answer.answer_ids].mean()),
+            "item": dataclasses.asdict(self.item_record(index, answer)),
             "plans": {str(plan): dataclasses.astuple(result) for plan, result in results.items()},
         }
+
+    def item_record(self, index: int, answer: TokenItem) -> ItemRecord:
+        """One item's own figures, by the receiver's full prefill."""
+        item = self.items[index]
+        steps = torch.arange(len(answer.answer_ids))
+        return ItemRecord(
+            id=item.id,
+            prefix_tokens=len(answer.prefix_ids),
+            suffix_tokens=len(answer.suffix_ids),
+            answer_tokens=len(answer.answer_ids),
+            full_score=self.score(item, answer.answer_ids.tolist()),
+            full_nll=-float(answer.log_probs[steps, answer.answer_ids].mean()),
+        )
 
     def score(self, item: Item, answer_ids: Sequence[int]) -> float:
         text = self.receiver.tokenizer.decode(list(answer_ids), skip_special_tokens=True)
@@ -242,17 +247,7 @@ class Job:
         command: str,
         started: float,
     ) -> Profile:
-        items = tuple(
-            ItemRecord(
-                id=row["id"],
-                prefix_tokens=row["prefix_tokens"],
-                suffix_tokens=row["suffix_tokens"],
-                answer_tokens=len(row["answer_ids"]),
-                full_score=row["full_score"],
-                full_nll=row["full_nll"],
-            )
-            for row in swept
-        )
+        items = tuple(ItemRecord(**row["item"]) for row in swept)
         records = {plan: _plan_record(plan, swept, scores) for plan in self.plans}
         settings = self.settings
         return Profile(
@@ -303,7 +298,7 @@ def _plan_record(
         top1=top1,
         agrees=agrees,
         score=tuple(
-            row["full_score"] if same else decoded.get(str(plan))
+            row["item"]["full_score"] if same else decoded.get(str(plan))
             for row, same, decoded in zip(swept, agrees, scores, strict=True)
         ),
     )

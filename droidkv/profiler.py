@@ -143,18 +143,17 @@ def get_map(job: Job, folder: RunFolder, on_progress: Progress) -> StitchMap:
     def fit(_: int) -> dict[str, str]:
         if job.confirmed is not None:
             stitch = load_map(Path(job.settings.confirms or ""), job.confirmed)
-            stitch.save(file)
-            return {"sha256": stitch.sha256}
-        total = len(job.calibration)
-        done = itertools.count(1)
-        stitch = fit_stitch(
-            job.sender.model,
-            job.receiver.model,
-            [list(job.encode(item).prefix_ids) for item in job.calibration],
-            job.settings.rank,
-            job.settings.ridge,
-            on_prefix=lambda _: on_progress("stitch", next(done), total),
-        )
+        else:
+            total = len(job.calibration)
+            done = itertools.count(1)
+            stitch = fit_stitch(
+                job.sender.model,
+                job.receiver.model,
+                [list(job.encode(item).prefix_ids) for item in job.calibration],
+                job.settings.rank,
+                job.settings.ridge,
+                on_prefix=lambda _: on_progress("stitch", next(done), total),
+            )
         stitch.save(file)
         return {"sha256": stitch.sha256}
 

@@ -17,6 +17,8 @@ from droidkv.plan import ReusePlan
 
 Record = TypeVar("Record")
 
+SIGNIFICANT_DIGITS = 6
+
 
 @dataclass(frozen=True)
 class ModelRecord:
@@ -206,6 +208,31 @@ class Provenance:
 
     def __post_init__(self) -> None:
         _check_range(self.seconds, "seconds", low=0)
+
+
+def rounded(value: float) -> float:
+    """A measured number as files keep it: beyond 6 significant digits it is noise."""
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+
+
+def take_version(fields: Fields, where: str, expected: int, way_out: str) -> None:
+    """Take the field `schema_version`, which must be `expected`.
+
+    Args:
+        fields: The table that has it.
+        where: Name of the place, for messages.
+        expected: The version that this droidkv reads.
+        way_out: What to do with a file of an older version.
+
+    Raises:
+        ProfileError: It is another one.
+    """
+    version = fields.take("schema_version", int)
+    if version != expected:
+        raise ProfileError(
+            f"{where}: expected schema_version {expected}, got {version}; "
+            f"{'update droidkv' if version > expected else way_out}"
+        )
 
 
 def read_record(kind: type[Record], table: object, where: str) -> Record:

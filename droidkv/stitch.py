@@ -81,10 +81,15 @@ class StitchMap:
             temporary.write_bytes(self.to_bytes())
 
     @classmethod
-    def load(cls, path: Path) -> StitchMap:
+    def load(cls, path: Path, sha256: str | None = None) -> StitchMap:
         """Read what `save` wrote.
 
+        Args:
+            path: The file.
+            sha256: What its hash must be; None = any map will do.
+
         Raises:
+            StitchError: It is another map than the one that is asked for.
             StorageError: The file is missing, truncated, or not a stitching map.
         """
         parts: dict[str, dict[int, Tensor]] = {"down": {}, "up": {}, "bias": {}}
@@ -103,7 +108,13 @@ class StitchMap:
             ) from error
         if not parts["down"].keys() == parts["up"].keys() == parts["bias"].keys():
             raise StorageError(f"the stitching map {path} is incomplete; fit it again")
-        return cls(**parts)
+        stitch = cls(**parts)
+        if sha256 is not None and stitch.sha256 != sha256:
+            raise StitchError(
+                f"expected the stitching map that the profile was measured with, sha256 {sha256}, "
+                f"got {stitch.sha256} in {path}; restore it or profile anew"
+            )
+        return stitch
 
 
 class _Moments:

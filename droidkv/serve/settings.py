@@ -8,11 +8,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from droidkv.errors import CalibrationError, IdentityError, ServeError, StitchError
+from droidkv.errors import CalibrationError, IdentityError, ServeError
 from droidkv.fields import Fields
 from droidkv.frontier import pareto_front
 from droidkv.identity import Fingerprint
-from droidkv.jsonio import read_json, sha256_file
+from droidkv.jsonio import read_json
 from droidkv.objectives import default_objective, measure
 from droidkv.plan import ReusePlan
 from droidkv.policy import DEFAULT_MAX_LOSS, pick
@@ -269,9 +269,4 @@ def _stitch_of(settings: ServeSettings, profile: Profile | None) -> StitchMap | 
         path = Path(settings.profiles[0]).parent / record.file
     if path is None:
         return None
-    if record is not None and (found := sha256_file(path)) != record.sha256:
-        raise StitchError(
-            f"expected the stitching map of the profile (sha256 {record.sha256}), "
-            f"got {path} with {found}; fit it again"
-        )
-    return StitchMap.load(path)
+    return StitchMap.load(path, None if record is None else record.sha256)
