@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,27 +11,28 @@ import peft
 import torch
 import transformers
 
-from droidkv.architecture import architecture_settings, rope_settings
 from droidkv.content import (
     ADAPTER_WEIGHTS,
     adapter_sha256,
     check_base,
     dtype_name,
-    quantisation_of,
     read_adapter_config,
     state_sha256,
-    tokenizer_digests,
-    weights_headers,
-    weights_sha256,
 )
-from droidkv.errors import DroidKVError, LoadError, UnsupportedModelError, unknown_name
-from droidkv.identity import NONE, Fingerprint, settings
-from droidkv.jsonio import read_json
+from droidkv.errors import LoadError, UnsupportedModelError, unknown_name
+from droidkv.identity import NONE, Fingerprint
+from droidkv.model_identity import (
+    as_load_error,
+    fingerprint_of,
+    load_config,
+    load_tokenizer,
+    weights_identity,
+)
 from droidkv.models import DecoderModel, check_supported
 from droidkv.pair import ModelRef, Pair, check_compatible, check_vocabularies
 from droidkv.safetensors_file import read_entries
-from droidkv.sources import adapter_folder, config_folder, model_folder, quiet
-from droidkv.tiny import TinySpec, tiny_config, tiny_model, tiny_tokenizer
+from droidkv.sources import adapter_folder, model_folder, quiet
+from droidkv.tiny import TinySpec, tiny_model, tiny_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -57,32 +56,6 @@ class LoadedModel:
     eos_ids: tuple[int, ...]
 
 
-def load_config(ref: ModelRef) -> Any:
-    """The model's configuration; no weights are fetched or read.
-
-    Raises:
-        LoadError: It cannot be had, or is damaged.
-        UnsupportedModelError: Nobody knows such an architecture.
-    """
-    if ref.source == "tiny":
-        return tiny_config(TinySpec.parse(ref.model))
-    folder = config_folder(ref)
-    table = read_json(folder / "config.json", LoadError)
-    kind = table.get("model_type") if isinstance(table, dict) else None
-    if not isinstance(kind, str):
-        raise LoadError(f"{folder}/config.json: expected a table with a text as model_type")
-    if kind not in transformers.CONFIG_MAPPING and not ref.trust_remote_code:
-        raise UnsupportedModelError(
-            f"{ref.name}: expected an architecture that transformers {transformers.__version__} "
-            f"knows, got {kind!r}; install a version that does, or, if you trust the model's own "
-            f"code, say trust_remote_code = true in the pair file"
-        )
-    with _as_load_error(f"{ref.name}: its configuration"):
-        return transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=ref.trust_remote_code
-        )
-
-
 def load_model(
     ref: ModelRef, dtype: str = "float32", device: str = "cpu", content_hash: bool = True
 ) -> LoadedModel:
@@ -92,8 +65,7 @@ def load_model(
         ref: Where it comes from.
         dtype: `float32`, `bfloat16` or `float16`, of weights and caches.
         device: A torch device.
-        content_hash: Hash every weight (remembered for unchanged files). False = the cheap
-            identity by file sizes, times and headers, which never equals a content hash.
+        content_hash: As `droidkv.model_identity.weights_identity`.
 
     Raises:
         LoadError: A file cannot be had, is damaged, or does not fit the rest.
@@ -112,11 +84,8 @@ def load_model(
         tokenizer = tiny_tokenizer()
     else:
         folder = model_folder(ref)
-        weights = weights_sha256(folder) if content_hash else weights_headers(folder)
-        with _as_load_error(f"{ref.name}: its tokenizer"):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=ref.trust_remote_code
-            )
+        weights = weights_identity(folder, content_hash)
+        tokenizer = load_tokenizer(ref, folder)
         model = _read_weights(folder, config, ref, DTYPES[dtype]).to(device)
     if ref.adapter is not None:
         adapter_at = adapter_folder(ref)
@@ -124,19 +93,8 @@ def load_model(
         check_base(adapter_at, weights)
         model = _apply_adapter(model, adapter_at, ref)
     model.eval()
-    vocabulary, pipeline, added_tokens = tokenizer_digests(tokenizer)
-    fingerprint = Fingerprint(
-        weights=weights,
-        architecture=settings(architecture_settings(config)),
-        rope=settings(rope_settings(config)),
-        vocabulary=vocabulary,
-        tokenizer=pipeline,
-        added_tokens=added_tokens,
-        weight_dtype=dtype_name(model.dtype),
-        cache_dtype=dtype_name(model.dtype),
-        quantisation=quantisation_of(config),
-        adapter=adapter,
-        tensor_parallel=1,
+    fingerprint = fingerprint_of(
+        config, tokenizer, weights, dtype_name(model.dtype), adapter=adapter
     )
     return LoadedModel(
         DecoderModel(model), tokenizer, fingerprint, ref.name, _eos_ids(model, tokenizer)
@@ -178,7 +136,7 @@ def check_pair_configs(pair: Pair) -> None:
 
 
 def _read_weights(folder: Path, config: Any, ref: ModelRef, dtype: torch.dtype) -> Any:
-    with quiet(), _as_load_error(f"{ref.name}: its weights"):
+    with quiet(), as_load_error(f"{ref.name}: its weights"):
         read: Any = transformers.AutoModelForCausalLM.from_pretrained
         model, report = read(
             folder,
@@ -219,7 +177,7 @@ def _apply_adapter(model: Any, folder: Path, ref: ModelRef) -> Any:
     hint = (
         f"it was trained on {table.get('base_model_name_or_path')!r}, here it is on {ref.model!r}"
     )
-    with warnings.catch_warnings(), _as_load_error(f"{folder}, the adapter ({hint})"):
+    with warnings.catch_warnings(), as_load_error(f"{folder}, the adapter ({hint})"):
         warnings.simplefilter("ignore")  # what PEFT only warns of is checked below
         tuned = peft.PeftModel.from_pretrained(model, str(folder))
     wanted = set(peft.get_peft_model_state_dict(tuned, save_embedding_layers=False))
@@ -238,17 +196,3 @@ def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     listed = configured if isinstance(configured, list) else [configured]
     found = {index for index in [*listed, tokenizer.eos_token_id] if index is not None}
     return tuple(sorted(found))
-
-
-@contextmanager
-def _as_load_error(what: str) -> Iterator[None]:
-    """Say which file was being read, whatever type of exception the libraries chose."""
-    try:
-        yield
-    except DroidKVError:
-        raise
-    except Exception as cause:
-        text = str(cause).strip()
-        raise LoadError(
-            f"{what}: expected files that can be read, but {type(cause).__name__}: {text[:600]}"
-        ) from cause

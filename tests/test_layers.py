@@ -18,6 +18,7 @@ costs identity recipe quality run_folder architecture
 ttft frontier records safetensors_file pair stability
 calibration_fit profile content cache provenance probe_record
 objectives models sources low_rank calibration_file
+model_identity
 choice capture loading tasks
 policy stitch encode plots
 prefill training_rows

@@ -24,7 +24,8 @@ from droidkv.errors import (
     StorageError,
     UnsupportedModelError,
 )
-from droidkv.loading import LoadedModel, check_pair_configs, load_config, load_model, load_pair
+from droidkv.loading import LoadedModel, check_pair_configs, load_model, load_pair
+from droidkv.model_identity import identify, load_config
 from droidkv.pair import ModelRef, Pair, TaskRef, read_pair
 from droidkv.tiny import TinySpec, tiny_architectures, tiny_model, tiny_tokenizer
 
@@ -160,6 +161,18 @@ def test_the_cheap_identity_says_so(base: Path) -> None:
     cheap = load_model(ref, content_hash=False).fingerprint
     assert cheap.weights is not None and cheap.weights.startswith("headers:")
     assert [e.field for e in cheap.differences(load_model(ref).fingerprint)] == ["weights"]
+
+
+def test_the_files_alone_say_who_a_model_is(base: Path) -> None:
+    ref = ModelRef(str(base))
+    for is_content in (True, False):
+        loaded = load_model(ref, dtype="bfloat16", content_hash=is_content).fingerprint
+        assert identify(ref, "bfloat16", content_hash=is_content) == loaded
+    split = identify(ref, "float32", "bfloat16", tensor_parallel=2)
+    assert (split.cache_dtype, split.tensor_parallel) == ("bfloat16", 2)
+    (base / "tokenizer.json").write_text("{")
+    with pytest.raises(LoadError, match="tokenizer"):
+        identify(ref, "float32")
 
 
 def test_other_weights_under_one_name_are_another_model(base: Path) -> None:

@@ -8,18 +8,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from droidkv.errors import CalibrationError, IdentityError, ServeError
+from droidkv.calibration_file import read_calibration
+from droidkv.errors import IdentityError, ServeError
 from droidkv.fields import Fields
 from droidkv.frontier import pareto_front
 from droidkv.identity import Fingerprint
-from droidkv.jsonio import read_json
 from droidkv.objectives import default_objective, measure
 from droidkv.plan import ReusePlan
 from droidkv.policy import DEFAULT_MAX_LOSS, pick
 from droidkv.profile import Profile, read_profile
 from droidkv.serve.connector_plan import LOAD_ORDERS, LoadOrder
 from droidkv.stitch import StitchMap
-from droidkv.ttft import Calibration
 
 Role = Literal["sender", "receiver"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -237,7 +236,7 @@ def plan_chooser(
     objective = default_objective(profile)
     calibration = None
     if settings.calibration is not None:
-        calibration = Calibration.from_json(read_json(settings.calibration, CalibrationError))
+        calibration = read_calibration(Path(settings.calibration)).calibration
 
     @lru_cache(maxsize=4096)
     def choose(prefix_tokens: int, suffix_tokens: int) -> ReusePlan | None:

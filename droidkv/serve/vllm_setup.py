@@ -13,9 +13,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from droidkv.content import dtype_name
 from droidkv.errors import ServeError, UnsupportedModelError, unknown_name
 from droidkv.identity import Fingerprint
+from droidkv.model_identity import identify
 from droidkv.pair import ModelRef
 from droidkv.serve.connector_plan import AuditRecord
-from droidkv.serve.model_identity import fingerprint_of
 from droidkv.serve.opening import open_store
 from droidkv.serve.scheduler_half import ReceiverRules, ReceiverScheduler
 from droidkv.serve.settings import (
@@ -214,7 +214,7 @@ def _identify(vllm_config: Any, settings: ServeSettings, name: str) -> Fingerpri
     )
     cache_dtype = vllm_config.cache_config.cache_dtype
     dtype = dtype_name(config.dtype)
-    return fingerprint_of(
+    return identify(
         ref,
         dtype,
         dtype if cache_dtype == "auto" else cache_dtype,

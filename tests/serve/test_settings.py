@@ -7,8 +7,10 @@ from typing import Any
 import made_profiles
 import pytest
 
-from droidkv.errors import IdentityError, PlanError, ServeError
+from droidkv.calibration_file import MeasuredCalibration, write_calibration
+from droidkv.errors import CalibrationError, IdentityError, PlanError, ServeError
 from droidkv.identity import Fingerprint
+from droidkv.jsonio import write_json
 from droidkv.plan import ReusePlan
 from droidkv.profile import write_profile
 from droidkv.serve.settings import (
@@ -132,6 +134,25 @@ def test_the_servers_choice_comes_from_the_profile(tmp_path: Path) -> None:
     choose = plan_chooser(settings(), ReceiverPair(SENDER, lossless, None), 4)
     assert choose is not None
     assert choose(1000, 30) is None
+
+
+def test_a_calibration_as_calibrate_writes_it_weighs_the_lengths(tmp_path: Path) -> None:
+    records = [
+        made_profiles.record(ReusePlan.of(0, 0), [1.0] * 4),
+        made_profiles.record(ReusePlan.of(0, 4), [1.0] * 4),
+    ]
+    pair = ReceiverPair(SENDER, made_profiles.profile(records, stitch=None), None)
+    # A load costs as much as computing thousands of tokens.
+    slow = replace(made_profiles.FAST_LOAD, load_fixed_seconds=0.1)
+    measured = MeasuredCalibration(slow, made_profiles.SHAPE, (), 1.0, 1.0, 1.0, 4096, 3, {})
+    path = write_calibration(measured, tmp_path / "calibration.json")
+    choose = plan_chooser(settings(calibration=str(path)), pair, 4)
+    assert choose is not None
+    assert choose(64, 30) is None
+    assert choose(100_000, 30) == ReusePlan.of(0, 0)
+    write_json(path, slow.to_json())
+    with pytest.raises(CalibrationError, match="calibration.json"):
+        plan_chooser(settings(calibration=str(path)), pair, 4)
 
 
 def test_a_fixed_plan_wins_and_is_checked() -> None:
