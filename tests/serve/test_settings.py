@@ -151,7 +151,7 @@ def test_a_calibration_as_calibrate_writes_it_weighs_the_lengths(tmp_path: Path)
     assert choose(64, 30) is None
     assert choose(100_000, 30) == ReusePlan.of(0, 0)
     write_json(path, slow.to_json())
-    with pytest.raises(CalibrationError, match="calibration.json"):
+    with pytest.raises(CalibrationError, match=r"calibration\\.json"):
         plan_chooser(settings(calibration=str(path)), pair, 4)
 
 
