@@ -14,8 +14,8 @@ from droidkv.errors import ProfileError, TaskError
 
 from .console import Console
 from .framework import Command
-from .options import choose_objective, pair_argument, run_options
-from .places import read_named_profile
+from .options import choose_objective, pair_argument, run_options, unconfirmed_option
+from .places import named_evidence
 from .table import table
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 )
 @click.option("--plan", "plan_text", help="A plan, such as '[12,24)+stitch'. Default: pick one.")
 @click.option("--max-loss", type=float, help="Largest loss of the picked plan. Default: 5.")
+@unconfirmed_option
 @click.option("--items", default=3, show_default=True, type=click.IntRange(1), help="Questions.")
 @click.option(
     "--document",
@@ -54,6 +55,7 @@ def ask(
     profile_name: str | None,
     plan_text: str | None,
     max_loss: float | None,
+    unconfirmed: bool,
     items: int,
     document: Path | None,
     question: str | None,
@@ -63,8 +65,9 @@ def ask(
 ) -> None:
     """Answer unseen questions three ways, with prefill times.
 
-    By the receiver's full prefill, by naive full reuse, and by a plan. The questions are items of
-    the profile's task that were not measured. The prefill time is that from the request to the
+    By the receiver's full prefill, by naive full reuse, and by a plan: the one that `droidkv
+    frontier pick` picks, unless told otherwise. The questions are items of the profile's task that
+    were not measured. The prefill time is that from the request to the
     first token, the sender's cache being in memory.
     """
     if (document is None) != (question is None):
@@ -74,19 +77,22 @@ def ask(
     from droidkv.tasks import get_task
 
     pair = read_pair(pair_name)
-    path, profile = read_named_profile(profile_name or pair.name)
+    path, profile, evidence = named_evidence(profile_name or pair.name, unconfirmed)
     if profile.pair != pair.name:
         raise ProfileError(
             f"expected a profile of the pair {pair.name!r}, but {path} is of {profile.pair!r}; "
             f"name the right one with --profile"
         )
     if plan_text is None:
-        plan = _picked(profile, max_loss)
+        plan = _picked(evidence.profile, max_loss)
     else:
         plan = ReusePlan.parse(plan_text, profile.num_layers)
     task = get_task(profile.task.name, **profile.task.options)
     if document is None:
-        asked = _unseen(profile, task.items("eval", profile.num_items + items, profile.task.seed))
+        measured = {item.id for each in (profile, evidence.profile) for item in each.items}
+        asked = _unseen(
+            measured, task.name, task.items("eval", len(measured) + items, profile.task.seed)
+        )
     else:
         asked = [_own_item(document, str(question))]
 
@@ -128,10 +134,13 @@ def ask(
         "profile": str(path),
         "pair": pair.name,
         "plan": str(plan),
+        "picked_from": None if plan_text else str(evidence.path),
         "ways": ways_told,
         "items": results,
     }
-    console.result(value, [*_lines(plan, profile.num_layers, results), "", *_way_lines(ways_told)])
+    origin = "" if plan_text else f"; {evidence.remark}"
+    lines = _lines(plan, profile.num_layers, origin, results)
+    console.result(value, [*lines, "", *_way_lines(ways_told)])
 
 
 def _picked(profile: Profile, max_loss: float | None) -> ReusePlan:
@@ -147,13 +156,12 @@ def _picked(profile: Profile, max_loss: float | None) -> ReusePlan:
     return pick(profile, limit, objective=objective).plan
 
 
-def _unseen(profile: Profile, items: list[Item]) -> list[Item]:
-    measured = {item.id for item in profile.items}
+def _unseen(measured: set[str], task_name: str, items: list[Item]) -> list[Item]:
     unseen = [item for item in items if item.id not in measured]
     if not unseen:
         raise TaskError(
-            f"expected items of {profile.task.name!r} that the profile has not measured, but it "
-            f"has measured all of them; ask over a text of yours with --document and --question"
+            f"expected items of {task_name!r} that were not measured, but all of them were; ask "
+            f"over a text of yours with --document and --question"
         )
     return unseen
 
@@ -168,8 +176,10 @@ def _own_item(document: Path, question: str) -> Item:
     return Item(id=document.name, prefix=text.strip(), suffix=question.strip(), answer="")
 
 
-def _lines(plan: ReusePlan, num_layers: int, results: list[dict[str, Any]]) -> Iterator[str]:
-    yield f"plan {plan}: {plan.num_recomputed} of {num_layers} layers recomputed"
+def _lines(
+    plan: ReusePlan, num_layers: int, origin: str, results: list[dict[str, Any]]
+) -> Iterator[str]:
+    yield f"plan {plan}: {plan.num_recomputed} of {num_layers} layers recomputed{origin}"
     for entry in results:
         tokens = f"{entry['prefix_tokens']} + {entry['suffix_tokens']} tokens"
         yield ""

@@ -49,6 +49,7 @@ def confirm(
     The best of many plans looks better on the items that chose it than on others; these losses
     and intervals are free of that.
     """
+    from droidkv.confirmation import confirmation_path
     from droidkv.frontier import pareto_front
     from droidkv.objectives import measure
     from droidkv.pair import read_pair
@@ -64,7 +65,7 @@ def confirm(
                 p.plan for p in pareto_front(measure(profile, objective, "layers", None, operators))
             ]
     pair = read_pair(pair_name or profile.pair)
-    target = output or path.with_name(f"{path.stem}.confirm.json")
+    target = output or confirmation_path(path)
 
     run_folder = target.with_suffix(".run")
     console.resume_hint = (

@@ -20,10 +20,11 @@ from .options import (
     operator_option,
     output_folder,
     profile_argument,
+    unconfirmed_option,
     workload_of,
     workload_options,
 )
-from .places import read_named_profile
+from .places import named_evidence, read_named_profile
 from .units import SECONDS
 
 cost_option = click.option(
@@ -141,6 +142,7 @@ def plot(
     examples="""
     droidkv frontier pick smollm2-records
     droidkv frontier pick smollm2-records --max-loss 2
+    droidkv frontier pick smollm2-records --unconfirmed
     droidkv frontier pick smollm2-records --slo-ttft 500ms --bandwidth 10Gbit/s --prefix-tokens 8000
     """
 )
@@ -149,6 +151,7 @@ def plot(
 @click.option("--slo-ttft", type=SECONDS, help="Longest time to the first token: 0.5s, 500ms.")
 @objective_option
 @only_operator_option
+@unconfirmed_option
 @workload_options
 @click.pass_obj
 def pick(
@@ -158,6 +161,7 @@ def pick(
     slo_ttft: float | None,
     objective: str | None,
     operators: Any,
+    unconfirmed: bool,
     prefix_tokens: int | None,
     suffix_tokens: int | None,
     bandwidth: float | None,
@@ -165,12 +169,14 @@ def pick(
 ) -> int:
     """Choose the plan to run: the cheapest within the loss, or the best within the SLO.
 
-    Says what bound the choice, and when reuse does not pay. Exits with 1 if no plan meets the SLO.
+    Picks by the profile's confirmation, NAME.confirm.json, where `droidkv confirm` made one. Says
+    what bound the choice, and when reuse does not pay. Exits with 1 if no plan meets the SLO.
     """
     from droidkv.policy import DEFAULT_MAX_LOSS
     from droidkv.policy import pick as pick_plan
 
-    path, profile = read_named_profile(profile_name)
+    path, _, evidence = named_evidence(profile_name, unconfirmed)
+    profile = evidence.profile
     chosen = choose_objective(profile, objective)
     if max_loss is None and chosen != "score":
         raise click.UsageError(
@@ -188,8 +194,14 @@ def pick(
         operators,
         chosen,
     )
-    value = {"profile": str(path), "pair": profile.pair, **choice.to_json()}
-    console.result(value, choice.message)
+    value = {
+        "profile": str(path),
+        "picked_from": str(evidence.path),
+        "is_confirmed": evidence.is_confirmed,
+        "pair": profile.pair,
+        **choice.to_json(),
+    }
+    console.result(value, [*choice.message, evidence.remark])
     return exits.CHECK_FAILED if choice.meets_slo is False else exits.OK
 
 

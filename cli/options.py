@@ -86,6 +86,13 @@ def operator_option(help_text: str) -> Callable[[Decorated], Decorated]:
     )
 
 
+unconfirmed_option = click.option(
+    "--unconfirmed",
+    is_flag=True,
+    help="Pick from the profile itself, even where a confirmation of it, NAME.confirm.json, lies "
+    "beside it.",
+)
+
 objective_option = click.option(
     "--objective",
     help="What a loss is: score, kl, nll or disagreement. Default: score where the full prefill "

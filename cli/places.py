@@ -9,6 +9,7 @@ import droidkv
 from droidkv.errors import ProfileError, unknown_name
 
 if TYPE_CHECKING:
+    from droidkv.confirmation import Evidence
     from droidkv.pair import Pair, TaskRef
     from droidkv.profile import Profile
 
@@ -56,6 +57,23 @@ def read_named_profile(name_or_path: str) -> tuple[Path, Profile]:
 
     path = find_profile(name_or_path)
     return path, read_profile(path)
+
+
+def named_evidence(name_or_path: str, unconfirmed: bool) -> tuple[Path, Profile, Evidence]:
+    """A profile, its file, and the measurements to pick a plan from.
+
+    Args:
+        name_or_path: See `find_profile`.
+        unconfirmed: The profile's own measurements, whatever lies beside it.
+
+    Raises:
+        ProfileError: See `read_named_profile`; or the confirmation is damaged.
+    """
+    from droidkv.confirmation import best_evidence, own_evidence
+
+    path, profile = read_named_profile(name_or_path)
+    evidence = own_evidence(path, profile) if unconfirmed else best_evidence(path, profile)
+    return path, profile, evidence
 
 
 def output_stem(pair: Pair, task: TaskRef) -> str:

@@ -148,7 +148,7 @@ class Choice:
         else:
             reason = f"the interval reaches {self._amount(self.interval.high)}"
         lines.append(
-            f"not certain: {reason}, more than {self._amount(self.max_loss)}; profile more items"
+            f"not certain: {reason}, more than {self._amount(self.max_loss)}; measure more items"
         )
         return lines
 

@@ -17,7 +17,7 @@ plan jsonio fields differences tiny check
 costs identity recipe quality run_folder architecture
 ttft frontier records safetensors_file pair stability
 calibration_fit profile content cache provenance probe_record
-objectives models sources low_rank calibration_file
+objectives models sources low_rank calibration_file confirmation
 model_identity
 choice capture loading tasks
 policy stitch encode plots

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from droidkv.calibration_file import read_calibration
+from droidkv.confirmation import best_evidence
 from droidkv.errors import IdentityError, ServeError
 from droidkv.fields import Fields
 from droidkv.frontier import pareto_front
@@ -131,6 +132,7 @@ def needed_hidden_layers(settings: ServeSettings, identity: Fingerprint | None) 
             profile.sender.fingerprint.require_same(
                 identity, mine=f"the sender of {path}", theirs="the model being served"
             )
+        profile = best_evidence(Path(path), profile).profile
         points = measure(profile, default_objective(profile))
         layers |= {
             point.plan.transition
@@ -146,7 +148,7 @@ class ReceiverPair:
 
     Attributes:
         sender: Identity of the model whose caches it reads.
-        profile: The pair's profile, if there is one.
+        profile: The pair's profile, if there is one; its confirmation where that lies beside it.
         stitch: The pair's map, if there is one.
     """
 
@@ -202,7 +204,10 @@ def receiver_pair(
             "name the pair's profile"
         )
     _require_same_cache(sender, receiver)
-    return ReceiverPair(sender, profile, _stitch_of(settings, profile))
+    stitch = _stitch_of(settings, profile)
+    if profile is not None:
+        profile = best_evidence(Path(settings.profiles[0]), profile).profile
+    return ReceiverPair(sender, profile, stitch)
 
 
 def _require_same_cache(sender: Fingerprint, receiver: Fingerprint) -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from command_line import error_of, run, run_json
-from made_profiles import FAST_LOAD, shape, smooth_profile
+from made_profiles import FAST_LOAD, profile, record, shape, smooth_profile
 
 from droidkv.calibration_file import MeasuredCalibration, write_calibration
+from droidkv.plan import ReusePlan
 from droidkv.profile import write_profile
 
 
@@ -53,9 +54,9 @@ def test_this_machines_calibration_is_found_by_itself(
 ) -> None:
     monkeypatch.setenv("DROIDKV_CACHE", str(tmp_path / "own-cache"))
     assert run_json("frontier", "pick", smooth)["predicted_ttft_seconds"] is None
-    profile = smooth_profile(num_layers=12)
-    kept = dataclasses.replace(profile.provenance, device="cpu", dtype="float32")
-    write_profile("kept.json", dataclasses.replace(profile, provenance=kept))
+    smoothed = smooth_profile(num_layers=12)
+    kept = dataclasses.replace(smoothed.provenance, device="cpu", dtype="float32")
+    write_profile("kept.json", dataclasses.replace(smoothed, provenance=kept))
     made = dataclasses.replace(FAST_LOAD, shape_digest=shape(12).digest)
     write_calibration(MeasuredCalibration(made, shape(12), (), 1.0, 1.0, 1.0, 512, 5, {}))
     assert run_json("frontier", "pick", "kept.json")["predicted_ttft_seconds"] > 0
@@ -101,6 +102,32 @@ def test_pick_by_another_objective_needs_its_own_limit(smooth: Path) -> None:
 def test_unknown_objectives_and_costs_list_the_known_ones(smooth: Path) -> None:
     assert "Did you mean 'score'?" in error_of("frontier", "show", smooth, "--objective", "scores")
     assert "layers" in error_of("frontier", "show", smooth, "--cost", "money")
+
+
+def test_pick_goes_by_the_confirmation_unless_told_otherwise(tmp_path: Path) -> None:
+    records = [
+        record(ReusePlan.of(0, 0), [0.0] * 4),
+        record(ReusePlan.of(2, 3), [1.0] * 4),
+        record(ReusePlan.of(1, 3), [1.0] * 4),
+        record(ReusePlan.of(0, 4), [1.0] * 4, kl=0.0),
+    ]
+    chosen = profile(records)
+    fresh = [dataclasses.replace(each, id=f"fresh/{each.id}") for each in chosen.items]
+    lossy = dataclasses.replace(records[1], score=(0.0,) * 4, agrees=(False,) * 4)
+    confirmed = dataclasses.replace(
+        chosen, items=tuple(fresh), measurements=(records[0], lossy, *records[2:])
+    )
+    write_profile(tmp_path / "p.json", chosen)
+    before = run_json("frontier", "pick", "p.json")
+    assert before["plan"] == "[2,3)" and not before["is_confirmed"]
+    assert "droidkv confirm p.json" in run("frontier", "pick", "p.json").stdout
+    write_profile(tmp_path / "p.confirm.json", confirmed)
+    value = run_json("frontier", "pick", "p.json")
+    assert value["plan"] == "[1,3)" and value["is_confirmed"]
+    assert value["picked_from"] == "p.confirm.json"
+    assert "fresh items, in p.confirm.json" in run("frontier", "pick", "p.json").stdout
+    unconfirmed = run_json("frontier", "pick", "p.json", "--unconfirmed")
+    assert {**unconfirmed, "message": 0} == {**before, "message": 0}
 
 
 def test_plot_writes_png_files(smooth: Path, tmp_path: Path) -> None:

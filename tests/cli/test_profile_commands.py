@@ -173,3 +173,15 @@ def test_ask_picks_a_plan_by_itself(profiled: Path) -> None:
     value = run_json("ask", "tiny", "--profile", profiled, "--max-loss", 1e9, "--items", 1)
     assert value["plan"] == "[0,0)"
     assert "--max-loss" in error_of("ask", "tiny", "--profile", profiled)
+
+
+def test_ask_goes_by_the_confirmation_and_asks_what_neither_measured(tmp_path: Path) -> None:
+    run("profile", "tiny", *SMALL, "--granularity", 4, "--operator", "copy", "-o", "p.json")
+    run("confirm", "p.json", "--items", 2, "--plan", "none")
+    value = run_json("ask", "tiny", "--profile", "p.json", "--max-loss", 1e9, "--items", 1)
+    assert value["picked_from"] == "p.confirm.json"
+    seen = {item.id for name in ("p.json", "p.confirm.json") for item in read_profile(name).items}
+    assert len(seen) == 4 and value["items"][0]["id"] not in seen
+    arguments = ("ask", "tiny", "--profile", "p.json", "--max-loss", 1e9, "--items", 1)
+    assert run_json(*arguments, "--unconfirmed")["picked_from"] == "p.json"
+    assert "p.confirm.json" in run(*arguments).stdout

@@ -151,8 +151,30 @@ def test_a_calibration_as_calibrate_writes_it_weighs_the_lengths(tmp_path: Path)
     assert choose(64, 30) is None
     assert choose(100_000, 30) == ReusePlan.of(0, 0)
     write_json(path, slow.to_json())
-    with pytest.raises(CalibrationError, match=r"calibration\\.json"):
+    with pytest.raises(CalibrationError, match=r"calibration\.json"):
         plan_chooser(settings(calibration=str(path)), pair, 4)
+
+
+def test_a_confirmation_beside_the_profile_decides_on_both_sides(tmp_path: Path) -> None:
+    records = [
+        made_profiles.record(ReusePlan.of(0, 0), [0.0] * 4, kl=2.0),
+        made_profiles.record(ReusePlan.of(2, 3), [1.0] * 4),
+        made_profiles.record(ReusePlan.of(1, 3), [1.0] * 4),
+        made_profiles.record(ReusePlan.of(0, 4), [1.0] * 4, kl=0.0),
+    ]
+    path = profile_file(tmp_path, measurements=records)
+    fresh = tuple(replace(made_profiles.item(index), id=f"fresh/{index}") for index in range(4))
+    records[1] = made_profiles.record(ReusePlan.of(2, 3), [0.0] * 4, kl=2.5)
+    confirmed = made_profiles.profile(records, stitch=None, items=fresh)
+    write_profile(tmp_path / "tiny.confirm.json", confirmed)
+    told = settings(profiles=[path])
+    pair = receiver_pair(told, RECEIVER, nobody)
+    assert pair.profile == confirmed
+    choose = plan_chooser(told, pair, 4)
+    assert choose is not None
+    assert choose(1000, 30) == ReusePlan.of(1, 3)
+    sender = ServeSettings("sender", "memory://x", profiles=(path,))
+    assert needed_hidden_layers(sender, SENDER) == (1,)
 
 
 def test_a_fixed_plan_wins_and_is_checked() -> None:

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import made_profiles
+import pytest
+from made_profiles import fingerprint, item, record
+
+from droidkv.confirmation import best_evidence, confirmation_path, own_evidence
+from droidkv.errors import ProfileError
+from droidkv.plan import ReusePlan
+from droidkv.profile import ModelRecord, Profile, write_profile
+
+PROFILE = made_profiles.profile()
+FRESH = tuple(item(index) for index in range(50, 56))
+
+
+def confirmation(**changes: Any) -> Profile:
+    """A fitting one: two plans on six fresh items."""
+    records = [record(ReusePlan.of(*borders), [1.0] * 6) for borders in ((0, 0), (0, 4))]
+    return made_profiles.profile(records, **{"items": FRESH, **changes})
+
+
+def written(folder: Path, confirmed: Profile) -> Path:
+    path = folder / "tiny.json"
+    write_profile(path, PROFILE)
+    write_profile(confirmation_path(path), confirmed)
+    return path
+
+
+def test_a_confirmation_beside_the_profile_counts(tmp_path: Path) -> None:
+    path = written(tmp_path, confirmation())
+    evidence = best_evidence(path, PROFILE)
+    assert evidence.path == tmp_path / "tiny.confirm.json"
+    assert evidence.profile == confirmation() and evidence.is_confirmed
+    assert "6 fresh items" in evidence.remark
+    own = own_evidence(path, PROFILE)
+    assert (own.path, own.profile, own.is_confirmed) == (path, PROFILE, False)
+
+
+def test_a_confirmation_of_copied_plans_needs_no_map(tmp_path: Path) -> None:
+    path = written(tmp_path, confirmation(stitch=None))
+    assert best_evidence(path, PROFILE).is_confirmed
+
+
+def test_without_a_confirmation_the_profile_counts_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.json"
+    evidence = best_evidence(path, PROFILE)
+    assert evidence.profile is PROFILE and not evidence.is_confirmed
+    assert f"droidkv confirm {path}" in evidence.remark
+
+
+def test_a_confirmation_is_its_own_evidence(tmp_path: Path) -> None:
+    evidence = best_evidence(tmp_path / "tiny.confirm.json", confirmation())
+    assert evidence.is_confirmed and "6 fresh items" in evidence.remark
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"pair": "another"}, "pair"),
+        ({"sender": ModelRecord("base", fingerprint(12))}, "sender.weights"),
+        ({"receiver": ModelRecord("tuned", fingerprint(12))}, "receiver.weights"),
+        ({"task": dataclasses.replace(PROFILE.task, seed=1)}, "task.seed"),
+        ({"task": dataclasses.replace(PROFILE.task, options={"num_records": 9})}, "task.options"),
+        (
+            {"stitch": dataclasses.replace(made_profiles.stitch(), sha256=made_profiles.sha(6))},
+            "stitch.sha256",
+        ),
+        ({"items": (*FRESH[:-1], PROFILE.items[0])}, "items"),
+    ],
+)
+def test_a_file_that_confirms_another_profile_does_not_count(
+    tmp_path: Path, changes: dict[str, Any], field: str
+) -> None:
+    evidence = best_evidence(written(tmp_path, confirmation(**changes)), PROFILE)
+    assert evidence.profile is PROFILE and not evidence.is_confirmed
+    assert f"differs in {field}" in evidence.remark
+
+
+def test_a_damaged_confirmation_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "tiny.confirm.json").write_text("{")
+    with pytest.raises(ProfileError, match="truncated"):
+        best_evidence(tmp_path / "tiny.json", PROFILE)
