@@ -76,5 +76,14 @@ def confirm(
     from droidkv.profiler import confirm_plans
 
     console.note(f"confirming {len(set(plans))} plans of {path} on {items} fresh items")
-    made = confirm_plans(pair, path, plans, items, target, console.progress, command_line())
+    made = confirm_plans(
+        pair,
+        path,
+        plans,
+        items,
+        target,
+        console.progress,
+        command_line(),
+        console.estimate("the sweep", "decoding comes on top"),
+    )
     console.result(*summary(target, made))

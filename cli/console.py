@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import click
 
-from .progress import Progress
+from .progress import Progress, duration
 
 
 class Console:
@@ -42,6 +42,13 @@ class Console:
         if not self.quiet:
             self._close_progress()
             click.echo(text, err=True)
+
+    def estimate(self, work: str, more: str = "") -> Callable[[float], None]:
+        """What tells how long some work will take, once its seconds are known."""
+        rest = f"; {more}" if more else ""
+        return lambda seconds: self.note(
+            f"{work} takes about {duration(seconds)} on this machine{rest}"
+        )
 
     def error(self, kind: str, message: str, exit_code: int, hint: str = "") -> None:
         """Report why there is no result.

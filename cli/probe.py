@@ -90,11 +90,11 @@ def probe(
 
     from droidkv.probe import ProbeSettings, probe_pair
 
-    console.note(
-        f"probing {pair.name} on {task}: {items} items, each about as long as four prefills of it"
-    )
+    console.note(f"probing {pair.name} on {task}, {items} items, into {target}")
     settings = ProbeSettings(task, items, seed, dtype, device)
-    made = probe_pair(pair, settings, target, console.progress, command_line())
+    made = probe_pair(
+        pair, settings, target, console.progress, command_line(), console.estimate("probing")
+    )
     agreements = {path: compare_probes(made, other, share=share) for path, other in others.items()}
     plot = _plotted(console, made, target.with_suffix(".png"))
     stability = made.stability() if items > 1 and made.num_layers > 1 else None

@@ -20,7 +20,6 @@ from .options import (
     task_options,
 )
 from .places import FOLDER, output_stem
-from .progress import duration
 from .stitch import fit_options
 
 
@@ -112,9 +111,6 @@ def profile(
         target,
         console.progress,
         command_line(),
-        lambda seconds: console.note(
-            f"the sweep takes about {duration(seconds)} on this machine; the stitching map and "
-            f"decoding come on top"
-        ),
+        console.estimate("the sweep", "the stitching map and decoding come on top"),
     )
     console.result(*summary(target, made))

@@ -76,8 +76,15 @@ def verify(
         encode_shared(item, sender.tokenizer, receiver.tokenizer, pair.chat)
         for item in task.items("eval", items)
     ]
-    console.note("each oracle takes some prefills of every item")
-    results = verify_pair(sender, receiver, encoded, plans or None, stitch, console.progress)
+    results = verify_pair(
+        sender,
+        receiver,
+        encoded,
+        plans or None,
+        stitch,
+        console.progress,
+        console.estimate("verifying"),
+    )
     passed = all(result.passed for result in results)
     value = {
         "pair": pair.name,

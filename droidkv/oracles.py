@@ -89,6 +89,19 @@ class Oracles:
             self.noise_floor,
         ]
 
+    def num_prefills(self) -> float:
+        """About how many prefills of one item all oracles take together."""
+
+        def recomputed(plans: Sequence[ReusePlan]) -> float:
+            return sum(plan.num_recomputed for plan in plans) / self.full.num_recomputed
+
+        num_items, num_few, few = len(self.items), len(self.few), recomputed(self.few)
+        rows = max(2, num_items)  # of the padded batch
+        per_item = 2 + 3 + 2 + 1 + len(self.copies) + recomputed(self.copies) + 2 + 2 * few
+        padding = rows * (num_few + 2 + 3 * few)
+        sweeps = 4 + 2 * recomputed(self.plans) + recomputed(self.copies)
+        return num_items * per_item + padding + sweeps
+
     def discriminates(self) -> VerifyResult:
         error = max(
             _distance(self._by_plan(captured, index, self.empty), self._stock(index))

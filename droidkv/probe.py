@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from droidkv.cache import CapturedCache
 from droidkv.capture import capture
+from droidkv.estimate import prefill_seconds, probe_prefills
 from droidkv.evaluate import TeacherForced, TokenItem, compare
 from droidkv.loading import load_pair
 from droidkv.models import DecoderModel
@@ -124,6 +125,7 @@ def probe_pair(
     output: Path,
     on_progress: Progress = no_progress,
     command: str = "",
+    on_estimate: Callable[[float], None] | None = None,
 ) -> Probe:
     """Probe a pair on a task, and write the probe.
 
@@ -136,6 +138,7 @@ def probe_pair(
         output: The probe's file, `NAME.probe.json`.
         on_progress: Told after each item.
         command: What reproduces this, for the provenance.
+        on_estimate: Told at the start about how many seconds it will take.
 
     Raises:
         ProfileError: An unfinished run with other settings lies in the way.
@@ -147,6 +150,11 @@ def probe_pair(
     same_items = ProfileSettings(operators=("copy",), **vars(settings))
     job = Job(pair, same_items, task, sender, receiver)
     folder = RunFolder(output.with_suffix(".run"), {"kind": "probe", **job.key()})
+    missing = folder.missing("probe", len(job.items))
+    if on_estimate is not None and missing:
+        answer = job.first_answer(missing[0])
+        prefills = probe_prefills(answer, receiver.model.num_layers)
+        on_estimate(len(missing) * prefills * prefill_seconds(receiver.model, answer.prefix_ids))
     rows = folder.complete("probe", len(job.items), lambda i: _probe_row(job, i), on_progress)
     probe = Probe(
         pair=pair.name,

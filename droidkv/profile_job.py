@@ -106,6 +106,7 @@ class Job:
     ) -> None:
         self.pair, self.settings, self.task = pair, settings, task
         self.sender, self.receiver = sender, receiver
+        self._first: dict[int, TokenItem] = {}
         self.confirmed = read_profile(settings.confirms) if settings.confirms else None
         if self.confirmed is not None:
             require_identity(self.confirmed, sender.fingerprint, receiver.fingerprint)
@@ -148,6 +149,14 @@ class Job:
 
     def answer(self, index: int) -> TokenItem:
         """The receiver's own answer to an item."""
+        return self._first.pop(index, None) or self._answer(index)
+
+    def first_answer(self, index: int) -> TokenItem:
+        """The same ahead of time, kept for the one call of `answer` that needs it."""
+        self._first[index] = self._answer(index)
+        return self._first[index]
+
+    def _answer(self, index: int) -> TokenItem:
         encoded = self.encode(self.items[index])
         return full_prefill_answer(
             self.receiver.model,

@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from droidkv.capture import capture
-from droidkv.evaluate import TokenItem
+from droidkv.estimate import prefill_seconds, sweep_prefills
 from droidkv.jsonio import replacing
-from droidkv.loading import LoadedModel, load_pair
+from droidkv.loading import load_pair
 from droidkv.pair import Pair, TaskRef
-from droidkv.plan import Operator, ReusePlan
+from droidkv.plan import ReusePlan
 from droidkv.profile import Profile, read_profile, write_profile
 from droidkv.profile_job import Job, ProfileSettings, load_map
 from droidkv.run_folder import Progress, RunFolder, no_progress
@@ -54,8 +53,12 @@ def profile_pair(
     sender, receiver = load_pair(pair, settings.dtype, settings.device)
     job = Job(pair, settings, task, sender, receiver)
     folder = RunFolder(output.with_suffix(".run"), job.key())
-    if on_estimate is not None:
-        on_estimate(estimate_seconds(receiver, job.answer(0), len(job.items), job.plans))
+    missing = folder.missing("sweep", len(job.items))
+    if on_estimate is not None and missing:
+        answer = job.first_answer(missing[0])
+        prefills = sweep_prefills(answer, job.plans, receiver.model.num_layers)
+        seconds = prefill_seconds(receiver.model, answer.prefix_ids)
+        on_estimate(len(missing) * prefills * seconds)
 
     stitch = get_map(job, folder, on_progress) if "stitch" in settings.operators else None
     swept = folder.complete(
@@ -96,6 +99,7 @@ def confirm_plans(
     output: Path,
     on_progress: Progress = no_progress,
     command: str = "",
+    on_estimate: Callable[[float], None] | None = None,
 ) -> Profile:
     """Measure a few plans of a profile on items that did not choose them.
 
@@ -110,6 +114,7 @@ def confirm_plans(
         output: The file of the new profile.
         on_progress: Told after each step.
         command: What reproduces this.
+        on_estimate: Told, before the sweep, about how many seconds it will take.
 
     Raises:
         IdentityError: The pair's models are not those of the profile.
@@ -133,7 +138,7 @@ def confirm_plans(
         dtype=profile.provenance.dtype,
         device=profile.provenance.device,
     )
-    return profile_pair(pair, settings, output, on_progress, command)
+    return profile_pair(pair, settings, output, on_progress, command, on_estimate)
 
 
 def get_map(job: Job, folder: RunFolder, on_progress: Progress) -> StitchMap:
@@ -159,28 +164,3 @@ def get_map(job: Job, folder: RunFolder, on_progress: Progress) -> StitchMap:
 
     folder.complete("map", 1, fit)
     return StitchMap.load(file)
-
-
-def layer_tokens(
-    plans: Sequence[ReusePlan], num_layers: int, prefix_tokens: int, forced_tokens: int
-) -> int:
-    """Work of a sweep: tokens times layers that it runs, prefix and suffix together."""
-    depth: dict[tuple[int, Operator], int] = {}
-    for plan in plans:
-        entry = (plan.group.start, plan.operator)
-        depth[entry] = max(depth.get(entry, 0), plan.num_recomputed)
-    inside = sum(depth.values())
-    above = sum(num_layers - plan.group.stop for plan in plans)
-    return inside * (prefix_tokens + forced_tokens) + (above + num_layers) * forced_tokens
-
-
-def estimate_seconds(
-    receiver: LoadedModel, item: TokenItem, num_items: int, plans: Sequence[ReusePlan]
-) -> float:
-    """How long sweeping items like this one will take here, from one timed prefill of it."""
-    started = time.monotonic()
-    capture(receiver.model, item.prefix_ids[None])
-    seconds = time.monotonic() - started
-    num_layers, num_prefix = receiver.model.num_layers, len(item.prefix_ids)
-    work = layer_tokens(plans, num_layers, num_prefix, item.forced_ids.shape[1])
-    return seconds * num_items * work / (num_layers * num_prefix)

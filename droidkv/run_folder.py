@@ -69,13 +69,21 @@ class RunFolder:
             work: Makes the JSON-ready result of one step.
             on_progress: Told after each step.
         """
-        files = [self.path / f"{stage}-{step:05d}.json" for step in range(num_steps)]
+        files = self._files(stage, num_steps)
         on_progress(stage, sum(file.exists() for file in files), num_steps)
         while missing := [step for step in range(num_steps) if not files[step].exists()]:
             if not any(self._try(files[step], step, work) for step in missing):
                 time.sleep(WAIT_SECONDS)
             on_progress(stage, sum(file.exists() for file in files), num_steps)
         return [read_json(file, ProfileError) for file in files]
+
+    def missing(self, stage: str, num_steps: int) -> list[int]:
+        """Steps of a stage that are not finished yet."""
+        files = self._files(stage, num_steps)
+        return [step for step, file in enumerate(files) if not file.exists()]
+
+    def _files(self, stage: str, num_steps: int) -> list[Path]:
+        return [self.path / f"{stage}-{step:05d}.json" for step in range(num_steps)]
 
     def _try(self, file: Path, step: int, work: Callable[[int], Any]) -> bool:
         """Do one step unless another process has or had it; say whether it was done here."""

@@ -6,11 +6,12 @@ model's forward pass, or with a cache built by hand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from droidkv.content import state_sha256
 from droidkv.encode import EncodedItem
 from droidkv.errors import PlanError
+from droidkv.estimate import prefill_seconds
 from droidkv.loading import LoadedModel
 from droidkv.models import DecoderModel
 from droidkv.oracles import Oracles, VerifyResult
@@ -28,6 +29,7 @@ def verify_pair(
     plans: Sequence[ReusePlan] | None = None,
     stitch: StitchMap | None = None,
     on_progress: Progress = no_progress,
+    on_estimate: Callable[[float], None] | None = None,
 ) -> list[VerifyResult]:
     """Run every oracle on a pair.
 
@@ -39,6 +41,7 @@ def verify_pair(
             layers, and the stitched ones among them if there is a map.
         stitch: The pair's map.
         on_progress: Told of each finished oracle.
+        on_estimate: Told at the start about how many seconds it will take.
 
     Raises:
         PlanError: No items, or a plan is out of range.
@@ -51,7 +54,13 @@ def verify_pair(
     for plan in tried:
         plan.check(num_layers)
     before = [_state(model.model) for model in (sender, receiver)]
-    oracles = Oracles(sender.model, receiver.model, items, tried, stitch, receiver.eos_ids).all()
+    checked = Oracles(sender.model, receiver.model, items, tried, stitch, receiver.eos_ids)
+    if on_estimate is not None:
+        longest = max(items, key=lambda item: len(item.prefix_ids))
+        seconds = prefill_seconds(receiver.model, longest.prefix_ids)
+        on_estimate(checked.num_prefills() * seconds)
+    oracles = checked.all()
+    on_progress("verify", 0, len(oracles) + 1)
     results = []
     for done, oracle in enumerate(oracles, start=1):
         results.append(oracle())

@@ -25,6 +25,7 @@ prefill training_rows
 evaluate finetune
 sweep
 search profile_job oracles bench
+estimate
 profiler probe verify canary calibration_steps
 calibrate doctor
 serve

@@ -18,7 +18,7 @@ from droidkv.pair import TaskRef, read_pair
 from droidkv.plan import ReusePlan, all_plans
 from droidkv.profile import Profile, read_profile, require_identity
 from droidkv.profile_job import ProfileSettings, load_map
-from droidkv.profiler import confirm_plans, layer_tokens, profile_pair
+from droidkv.profiler import confirm_plans, profile_pair
 from droidkv.stitch import StitchMap
 
 SETTINGS = ProfileSettings(
@@ -110,6 +110,30 @@ def test_a_killed_run_resumes_without_redoing_items(
     assert same_measurements(profile, finished[0])
 
 
+def test_an_estimate_counts_what_is_missing_and_costs_no_second_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered: list[int] = []
+    monkeypatch.setattr("droidkv.profiler.prefill_seconds", lambda *_: 1.0)
+    answer = droidkv.profile_job.Job._answer
+
+    def counted(job: droidkv.profile_job.Job, index: int) -> object:
+        answered.append(index)
+        if answered == [0, 1, 2]:
+            raise KeyboardInterrupt
+        return answer(job, index)
+
+    monkeypatch.setattr(droidkv.profile_job.Job, "_answer", counted)
+    output = tmp_path / "tiny.json"
+    told: list[float] = []
+    with pytest.raises(KeyboardInterrupt):
+        profile_pair(read_pair("tiny"), SETTINGS, output, on_estimate=told.append)
+    profile_pair(read_pair("tiny"), SETTINGS, output, on_estimate=told.append)
+    assert answered == [0, 1, 2, 2]
+    whole, rest = told
+    assert rest == pytest.approx(whole / 3, rel=0.1)
+
+
 def test_a_run_with_other_settings_is_not_mixed_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,13 +173,6 @@ def test_bad_settings_are_refused() -> None:
         dataclasses.replace(SETTINGS, operators=())
     with pytest.raises(ProfileError, match="Known: all, frontier, none"):
         dataclasses.replace(SETTINGS, decode="some")  # type: ignore[arg-type]
-
-
-def test_work_is_counted_as_the_design_says() -> None:
-    """L(L+1)/2 layer passes over the prefix instead of about L^3/6."""
-    plans = all_plans(30)
-    assert layer_tokens(plans, 30, prefix_tokens=1, forced_tokens=0) == 465
-    assert sum(plan.num_recomputed for plan in plans) == 4960
 
 
 def test_a_plan_is_confirmed_on_items_that_did_not_choose_it(

@@ -23,6 +23,20 @@ def test_probe_finds_every_layer_and_draws_it(tmp_path: Path) -> None:
     assert "critical layers" in shown and f"with {first['probe']}: rank correlation" in shown
 
 
+def test_long_work_says_before_how_long_it_takes_and_then_how_far_it_is(
+    profiled: Path, tmp_path: Path
+) -> None:
+    output = ("-o", tmp_path / "x.json")
+    for arguments, estimate, last in (
+        (("confirm", profiled, "--items", 1, "--plan", "none", *output), "the sweep", "sweep 1/1"),
+        (("probe", "tiny", *RECORDS, "--items", 1, *output), "probing", "probe 1/1"),
+        (("verify", "tiny", *RECORDS, "--items", 1), "verifying", "verify 9/9"),
+    ):
+        told = run(*arguments).stderr
+        assert f"{estimate} takes about" in told
+        assert told.index(estimate) < told.index(last)
+
+
 def test_search_takes_suggestions_from_a_probe(tmp_path: Path) -> None:
     probe = run_json("probe", "tiny", *RECORDS, "--items", 1, "-o", tmp_path / "a.probe.json")
     value = run_json(
