@@ -78,12 +78,7 @@ class MeasuredCalibration:
                 another version's.
         """
         fields = Fields(value, where, CalibrationError)
-        version = fields.take("schema_version", int)
-        if version != SCHEMA_VERSION:
-            raise CalibrationError(
-                f"{where}: expected schema_version {SCHEMA_VERSION}, got {version}; "
-                f"run `droidkv calibrate` again with this version of droidkv"
-            )
+        fields.take_version(SCHEMA_VERSION, "run `droidkv calibrate` again")
         shape = Fields(fields.take("shape", dict), f"{where}, shape", CalibrationError)
         measured = cls(
             calibration=Calibration.from_json(fields.take("calibration", dict)),

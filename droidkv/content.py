@@ -176,7 +176,7 @@ def check_base(folder: Path, weights: str) -> None:
     if not path.exists():
         return
     fields = Fields(read_json(path, LoadError), str(path), LoadError)
-    fields.take("schema_version", int, choices=(1,))
+    fields.take_version(1, "train the adapter anew")
     trained_on = fields.take("base_weights", str)
     fields.done()
     if trained_on != weights:

@@ -105,6 +105,23 @@ class Fields:
             self._kind(f"{name}[{index}]", value, kind) for index, value in enumerate(values)
         )
 
+    def take_version(self, expected: int, way_out: str) -> None:
+        """Take the field `schema_version`, which must be `expected`.
+
+        Args:
+            expected: The version that this droidkv reads.
+            way_out: What to do with a file of an older version.
+
+        Raises:
+            DroidKVError: It is missing, or another one.
+        """
+        version = self.take("schema_version", int)
+        if version != expected:
+            raise self._error(
+                f"{self._where}: expected schema_version {expected}, got {version}; "
+                f"{'update droidkv' if version > expected else way_out}"
+            )
+
     def done(self) -> None:
         """Refuse every key that was not taken.
 

@@ -287,12 +287,7 @@ def _read(path: Path) -> Pair:
             f"'smollm2-records.toml'; rename the file"
         )
     fields = Fields(read_toml(path, PairError), str(path), PairError)
-    version = fields.take("schema_version", int)
-    if version != SCHEMA_VERSION:
-        raise PairError(
-            f"{path}: expected schema_version = {SCHEMA_VERSION}, got {version}; "
-            f"it was written for another version of droidkv"
-        )
+    fields.take_version(SCHEMA_VERSION, "write it as the shipped pair files are")
     train = fields.optional("train", dict)
     tasks = fields.take("tasks", list)
     pair = Pair(

@@ -22,7 +22,6 @@ from droidkv.records import (
     read_model_record,
     read_record,
     rounded,
-    take_version,
 )
 from droidkv.stability import Stability, overlap, spearman, stability
 
@@ -224,7 +223,7 @@ def probe_from_json(value: object, where: str = "probe") -> Probe:
             schema version is another one's.
     """
     fields = Fields(value, where, ProfileError)
-    take_version(fields, where, SCHEMA_VERSION, "probe the pair anew")
+    fields.take_version(SCHEMA_VERSION, "probe the pair anew")
     arguments: dict[str, Any] = {
         "pair": fields.take("pair", str),
         "num_layers": fields.take("num_layers", int, minimum=1),

@@ -30,7 +30,6 @@ from droidkv.records import (
     read_plan_record,
     read_record,
     rounded,
-    take_version,
 )
 
 __all__ = [
@@ -219,7 +218,7 @@ def profile_from_json(value: object, where: str = "profile") -> Profile:
             schema version is another one's.
     """
     fields = Fields(value, where, ProfileError)
-    take_version(fields, where, SCHEMA_VERSION, "profile the pair anew")
+    fields.take_version(SCHEMA_VERSION, "profile the pair anew")
     shape = _shape(fields, where)
     noise_floor = fields.optional("noise_floor", dict)
     stitch = fields.optional("stitch", dict)

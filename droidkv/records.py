@@ -215,26 +215,6 @@ def rounded(value: float) -> float:
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
 
 
-def take_version(fields: Fields, where: str, expected: int, way_out: str) -> None:
-    """Take the field `schema_version`, which must be `expected`.
-
-    Args:
-        fields: The table that has it.
-        where: Name of the place, for messages.
-        expected: The version that this droidkv reads.
-        way_out: What to do with a file of an older version.
-
-    Raises:
-        ProfileError: It is another one.
-    """
-    version = fields.take("schema_version", int)
-    if version != expected:
-        raise ProfileError(
-            f"{where}: expected schema_version {expected}, got {version}; "
-            f"{'update droidkv' if version > expected else way_out}"
-        )
-
-
 def read_record(kind: type[Record], table: object, where: str) -> Record:
     """Read a record of plain fields from the JSON form that `dataclasses.asdict` gives.
 

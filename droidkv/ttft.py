@@ -83,12 +83,7 @@ class Calibration:
                 another version's.
         """
         fields = Fields(value, "calibration", CalibrationError)
-        version = fields.take("schema_version", int)
-        if version != CALIBRATION_SCHEMA_VERSION:
-            raise CalibrationError(
-                f"calibration: expected schema_version {CALIBRATION_SCHEMA_VERSION}, "
-                f"got {version}; run `droidkv calibrate` again with this version of droidkv"
-            )
+        fields.take_version(CALIBRATION_SCHEMA_VERSION, "run `droidkv calibrate` again")
         calibration = cls(
             machine=fields.take("machine", str),
             device=fields.take("device", str),

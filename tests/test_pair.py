@@ -70,7 +70,11 @@ def test_a_pair_file_is_read_with_its_folders_seen_from_the_file(tmp_path: Path)
     ("old", "new", "message"),
     [
         ('description = "a pair"', "", "expected 'description' .a text., but it is missing"),
-        ("schema_version = 1", "schema_version = 2", "expected schema_version = 1, got 2"),
+        (
+            "schema_version = 1",
+            "schema_version = 2",
+            "expected schema_version 1, got 2; update droidkv",
+        ),
         ("schema_version = 1", "schema_version = true", "to be a whole number, got True"),
         ("[sender]", "[sendre]", "'sender' .a table., but it is missing; is 'sendre' a misspel"),
         ('tasks = ["records", ', 'task = ["records", ', "expected 'tasks'"),
