@@ -19,13 +19,13 @@ class Console:
     Attributes:
         json: The result is one JSON document.
         quiet: No notes and no progress.
-        resume_hint: What to say after Ctrl-C: what is kept, and how to go on.
+        resume_hint: What to say after Ctrl-C or on a full disk: what is kept, and how to go on.
     """
 
     def __init__(self) -> None:
         self.json = False
         self.quiet = False
-        self.resume_hint = "nothing was written; run the same command again"
+        self.resume_hint = ""
         self._progress: Progress | None = None
 
     def result(self, value: Mapping[str, Any], lines: Iterable[str]) -> None:

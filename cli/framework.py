@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from droidkv.errors import DroidKVError
+from droidkv.errors import DroidKVError, StorageError
 
 from . import exits
 from .console import Console
@@ -81,13 +81,15 @@ class Root(Group):
                 code = _report_usage(console, error)
         except (click.Abort, KeyboardInterrupt):
             code = exits.INTERRUPTED
-            console.error("Interrupted", f"interrupted; {console.resume_hint}", code)
+            hint = console.resume_hint or "nothing was written; run the same command again"
+            console.error("Interrupted", f"interrupted; {hint}", code)
         except click.ClickException as error:
             code = exits.BAD_INPUT
             console.error(type(error).__name__, error.format_message(), code)
         except DroidKVError as error:
             code = exits.BAD_INPUT
-            console.error(type(error).__name__, str(error), code)
+            hint = console.resume_hint if isinstance(error, StorageError) else ""
+            console.error(type(error).__name__, str(error), code, hint)
         except OSError as error:
             code = _report_os_error(console, error)
         except Exception as error:
@@ -122,7 +124,7 @@ def _report_usage(console: Console, error: click.UsageError) -> int:
 def _report_os_error(console: Console, error: OSError) -> int:
     message = f"the system answered: {error}; check the path, the free space and the permissions"
     try:
-        console.error(type(error).__name__, message, exits.BAD_INPUT)
+        console.error(type(error).__name__, message, exits.BAD_INPUT, console.resume_hint)
     except OSError:  # stdout itself is what failed
         click.echo(f"Error: {message}", err=True)
     # Else the interpreter tries once more to write what is left, and complains.

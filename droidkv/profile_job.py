@@ -118,6 +118,9 @@ class Job:
         self.plans = [ReusePlan.parse(text, num_layers) for text in settings.plans] or all_plans(
             num_layers, settings.granularity, settings.operators
         )
+        # One that the two models read differently is refused before anything is written.
+        for item in (*self.items, *self.calibration):
+            self.encode(item)
 
     def _items(self) -> list[Item]:
         """The evaluated items; those of a confirmed profile come first in the task and are cut."""
@@ -136,6 +139,7 @@ class Job:
         """What every kept step depends on."""
         return {
             "pair": self.pair.name,
+            "chat": self.pair.chat,
             "settings": dataclasses.asdict(self.settings),
             "task_version": self.task.version,
             "sender": self.sender.fingerprint.digest(),

@@ -145,6 +145,9 @@ def test_a_run_with_other_settings_is_not_mixed_in(
         run(tmp_path / "tiny.json")
     with pytest.raises(ProfileError, match=r"settings\.seed.*\n.*Delete the folder"):
         run(tmp_path / "tiny.json", dataclasses.replace(SETTINGS, seed=1))
+    plain = dataclasses.replace(read_pair("tiny"), chat=not read_pair("tiny").chat)
+    with pytest.raises(ProfileError, match=r"chat: .*\n.*Delete the folder"):
+        profile_pair(plain, SETTINGS, tmp_path / "tiny.json")
 
 
 def test_workers_share_a_run_and_survive_the_death_of_one(

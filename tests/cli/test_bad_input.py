@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import error_of
+from command_line import SMALL, error_of
 
 from droidkv.profile import read_profile
 
@@ -191,17 +191,36 @@ def test_a_disk_that_refuses_keeps_the_old_file(smooth: Path) -> None:
     assert [path.name for path in Path().iterdir()] == [old.name]
 
 
-def test_a_full_disk_keeps_what_was_there(smooth: Path) -> None:
-    script = 'mount -t tmpfs -o size=16k none disk && echo old > disk/old && "$@"; code=$?; ls disk'
+def on_a_small_disk(script: str, *command: object) -> subprocess.CompletedProcess[str]:
+    """Run a shell script with a file system of 16 KiB at `disk`; `$@` in it is the command."""
     Path("disk").mkdir()
-    own_mounts = ["unshare", "--map-root-user", "--mount", "sh", "-c", f"{script}; exit $code", "-"]
-    if subprocess.run([*own_mounts, "true"], capture_output=True).returncode:
+    own_mounts = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run([*own_mounts, "mount -t tmpfs none disk"], capture_output=True).returncode:
         pytest.skip("this system lets no user mount a file system of its own")
-    result = subprocess.run(
-        [*own_mounts, *DROIDKV, "frontier", "plot", smooth, "--output", "disk"],
-        capture_output=True,
-        text=True,
+    script = f"mount -t tmpfs -o size=16k none disk && {script}"
+    arguments = [*own_mounts, script, "-", *DROIDKV, *map(str, command)]
+    return subprocess.run(arguments, capture_output=True, text=True)
+
+
+def test_a_full_disk_keeps_what_was_there(smooth: Path) -> None:
+    result = on_a_small_disk(
+        'echo old > disk/old && "$@"; code=$?; ls disk; exit $code',
+        *("frontier", "plot", smooth, "--output", "disk"),
     )
     assert result.returncode == 2, result.stderr
     assert "the disk is full" in result.stderr and "Traceback" not in result.stderr
     assert result.stdout.split() == ["old"]
+
+
+def test_a_full_disk_amid_a_profile_loses_nothing_finished() -> None:
+    result = on_a_small_disk(
+        '"$@" || echo $? && stat -c "%n %Y" disk/a.run/sweep-*.json > full'
+        " && mount -o remount,size=10m disk"
+        ' && "$@" && ls disk',
+        *("profile", "tiny", *SMALL, "--items", 9, "--operator", "copy", "-o", "disk/a.json", "-q"),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "the disk is full" in result.stderr and "Traceback" not in result.stderr
+    assert "nothing is lost" in result.stderr and "disk/a.run" in result.stderr
+    assert result.stdout.startswith("2\n") and result.stdout.endswith("\na.json\n")
+    assert 0 < len(Path("full").read_text().splitlines()) < 9

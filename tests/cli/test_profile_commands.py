@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 
 import pytest
 from command_line import SMALL, error_of, run, run_json
@@ -95,6 +97,46 @@ def test_interrupting_a_profile_loses_nothing_finished(tmp_path: Path) -> None:
     assert {name: watched[name] for name in kept} == kept
     assert not run_folder.exists()
     assert read_profile("a.json").num_items == 24
+
+
+@pytest.mark.parametrize(
+    ("command", "step"),
+    [
+        (("confirm", "PROFILE", "--plan", "[1,3)"), "droidkv.profile_job.Job.sweep_item"),
+        (("confirm", "PROFILE", "--plan", "[1,3)"), "droidkv.profile_job.Job.decode_item"),
+        (("probe", "tiny", *SMALL[:2]), "droidkv.probe._probe_row"),
+        (("profile", "tiny", *SMALL), "droidkv.profile_job.Job.decode_item"),
+    ],
+    ids=["confirm-sweep", "confirm-decode", "probe", "profile-decode"],
+)
+def test_an_interrupted_command_goes_on_where_it_was(
+    profiled: Path, command: tuple[str, ...], step: str, tmp_path: Path
+) -> None:
+    arguments = [str(profiled) if each == "PROFILE" else each for each in command]
+    arguments += ["--items", "3", "-o", "out.json"]
+    original = resolve_name(step)
+    done: list[int] = []
+
+    def interrupted(*given: Any) -> Any:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(given[1])
+        return original(*given)
+
+    def recorded(*given: Any) -> Any:
+        done.append(given[1])
+        return original(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, interrupted)
+        told = run(*arguments, code=130)
+        assert told.stdout == "" and "Traceback" not in told.stderr
+        assert "nothing is lost" in told.stderr and "out.run" in told.stderr
+        assert not Path("out.json").exists()
+        patch.setattr(step, recorded)
+        run(*arguments)
+    assert done == [0, 1, 2]
+    assert Path("out.json").is_file() and not Path("out.run").exists()
 
 
 def test_stitch_fits_a_map_that_helps_on_unseen_items(tmp_path: Path) -> None:
