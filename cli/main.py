@@ -19,6 +19,7 @@ from .probe import probe
 from .profile import profile
 from .search import search
 from .stitch import stitch
+from .train import train
 from .verify import verify
 
 
@@ -40,6 +41,7 @@ for command in (
     confirm,
     search,
     stitch,
+    train,
     probe,
     verify,
     calibrate,

@@ -1,35 +1,31 @@
-"""`droidkv pair`: list, show, check and train pairs."""
+"""`droidkv pair`: list, show and check pairs."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from droidkv.errors import DroidKVError, PairError
+from droidkv.errors import DroidKVError
 
 from . import exits
 from .console import Console
 from .framework import Group
-from .options import output_folder, pair_argument, run_options
-from .progress import duration
+from .options import pair_argument, run_options
 from .table import table
 
 if TYPE_CHECKING:
     from droidkv.loading import LoadedModel
     from droidkv.pair import Pair
-    from droidkv.recipe import Recipe
-    from droidkv.tasks import Task
 
 CHECKED_ITEMS = 4
 
 
 @click.group(cls=Group)
 def pair() -> None:
-    """List, show, check and train ordered pairs of models."""
+    """List, show and check ordered pairs of models."""
 
 
 @pair.command(
@@ -130,72 +126,6 @@ def check(
     return exits.OK if passed else exits.CHECK_FAILED
 
 
-@pair.command(
-    examples="""
-    droidkv pair train smollm2-records --output ./my-adapter
-    """
-)
-@pair_argument
-@click.option(
-    "-o",
-    "--output",
-    type=output_folder,
-    help="The adapter folder to make. Default: the one that the pair file names.",
-)
-@click.option("--max-tokens", default=1024, show_default=True, help="Most tokens of one item.")
-@click.option("--device", default="cpu", show_default=True, help="A torch device.")
-@click.pass_obj
-def train(
-    console: Console, pair_name: str, output: Path | None, max_tokens: int, device: str
-) -> None:
-    """Train a pair's receiver by the recipe in its file.
-
-    A run that was stopped goes on from its last checkpoint.
-    """
-    from droidkv.pair import read_pair
-
-    found = read_pair(pair_name)
-    if found.train is None:
-        raise PairError(
-            f"expected a [train] table in {found.path}, but it has none: the receiver of "
-            f"{found.name!r} comes ready"
-        )
-    adapter = found.receiver.adapter
-    if output is None and (adapter is None or not adapter.startswith("/")):
-        raise click.UsageError("the pair file names no adapter folder; name one with --output")
-    target = output or Path(str(adapter))
-
-    console.resume_hint = (
-        f"checkpoints are kept in {target}.training; the same command goes on from the last one"
-    )
-
-    from droidkv.finetune import train_receiver
-    from droidkv.loading import load_model
-    from droidkv.tasks import get_task
-
-    base = load_model(
-        dataclasses.replace(found.receiver, adapter=None, adapter_revision=None), device=device
-    )
-    task = get_task(found.train.task, **found.train.options)
-    seconds = _train_seconds(base, task, found.train, found.chat, max_tokens)
-    console.note(f"{found.train.steps} steps, about {duration(seconds)} on this machine")
-    result = train_receiver(
-        base,
-        task,
-        found.train,
-        target,
-        chat=found.chat,
-        max_tokens=max_tokens,
-        progress=lambda step, steps, loss: console.progress(f"loss {loss:.3f}, step", step, steps),
-    )
-    value = dataclasses.asdict(result) | {"adapter": str(result.adapter), "pair": found.name}
-    line = (
-        f"{result.adapter}: loss {result.first_loss:.3f} -> {result.last_loss:.3f} in "
-        f"{result.steps} steps, {duration(result.seconds)}"
-    )
-    console.result(value, [line])
-
-
 def _checks(
     found: Pair, configs_only: bool, profile_name: str | None, dtype: str, device: str
 ) -> Iterator[tuple[str, Callable[[], str]]]:
@@ -241,24 +171,6 @@ def _checks(
             return f"{path} was measured on these very models"
 
         yield "profile", identity
-
-
-def _train_seconds(
-    base: LoadedModel, task: Task, recipe: Recipe, chat: bool, max_tokens: int
-) -> float:
-    """About how long training takes: a step costs three times the forward pass of its tokens."""
-    import time
-
-    from droidkv.capture import capture
-    from droidkv.training_rows import training_batches
-
-    items = task.items("train", recipe.batch_size, recipe.seed)
-    (rows,) = training_batches(items, 1, recipe.batch_size, base.tokenizer, chat, max_tokens)
-    capture(base.model, rows[0].input_ids)  # the first pass also warms up
-    started = time.perf_counter()
-    capture(base.model, rows[0].input_ids)
-    seconds_per_token = (time.perf_counter() - started) / rows[0].input_ids.shape[1]
-    return 3 * seconds_per_token * recipe.steps * sum(row.input_ids.shape[1] for row in rows)
 
 
 def _first(names: list[str]) -> str:

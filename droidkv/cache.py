@@ -129,6 +129,19 @@ class PrefixView:
         return torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
 
 
+class ReadOnlyCache:
+    """KV that decoder layers read in place of their own, which are dropped."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Return the held keys and values; forget the given ones."""
+        return self.cache.layer(layer_idx)
+
+
 @dataclass(frozen=True)
 class CapturedCache:
     """What a sender keeps of a prefix: KV of every layer, and E where a receiver may enter.

@@ -42,7 +42,7 @@ def capture(
     cache = KVCache.empty(sender.num_layers)
     kept: dict[int, list[Tensor]] = {layer: [] for layer in wanted}
     for start, stop in chunks(axis.num_tokens, chunk_tokens):
-        hidden = sender.embed(input_ids[:, start:stop])
+        hidden = sender.embed_prefix(input_ids[:, start:stop])
         step = sender.step(axis.narrow(start, stop), axis.narrow(0, stop))
         for layer in range(sender.num_layers):
             if layer in wanted:

@@ -13,6 +13,7 @@ from droidkv.errors import IdentityError, LoadError
 from droidkv.fields import Fields
 from droidkv.identity import content_digest
 from droidkv.jsonio import canonical_json, read_json, write_json
+from droidkv.recipe import MODES, Mode
 from droidkv.safetensors_file import combine, hash_tensors, headers_digest
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -148,7 +149,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise LoadError(
             f"{folder}: expected a PEFT adapter ({ADAPTER_CONFIG}), but there is none; if it is to "
-            f"be trained from its recipe, run: droidkv pair train PAIR"
+            f"be trained from its recipe, run: droidkv train MODE PAIR"
         )
     table = read_json(path, LoadError)
     if not isinstance(table, dict):
@@ -156,20 +157,30 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return table
 
 
-def record_base(folder: Path, weights: str) -> None:
-    """Write beside an adapter which weights it was trained on (`Fingerprint.weights`).
+def record_base(folder: Path, weights: str, mode: Mode = "plain") -> None:
+    """Write beside an adapter which weights it was trained on, and what KV it learned to read.
+
+    Args:
+        folder: The adapter.
+        weights: Identity of the base (`Fingerprint.weights`).
+        mode: As `Recipe.mode`.
 
     Raises:
         StorageError: The file could not be written.
     """
-    write_json(folder / BASE_RECORD, {"schema_version": 1, "base_weights": weights})
+    write_json(folder / BASE_RECORD, {"schema_version": 1, "base_weights": weights, "mode": mode})
 
 
-def check_base(folder: Path, weights: str) -> None:
+def check_base(folder: Path, weights: str, as_icarus: bool = False) -> None:
     """Do nothing if an adapter was trained on these weights, or if nobody recorded on which.
 
+    Args:
+        folder: The adapter.
+        weights: Identity of the base it is to be applied to.
+        as_icarus: Whether it is to run as a logical decoder beside the base.
+
     Raises:
-        IdentityError: It was trained on others.
+        IdentityError: It was trained on others, or to be applied in the other way.
         LoadError: The record is damaged.
     """
     path = folder / BASE_RECORD
@@ -178,11 +189,18 @@ def check_base(folder: Path, weights: str) -> None:
     fields = Fields(read_json(path, LoadError), str(path), LoadError)
     fields.take_version(1, "train the adapter anew")
     trained_on = fields.take("base_weights", str)
+    trained_as = fields.take("mode", str, "plain", choices=MODES)
     fields.done()
     if trained_on != weights:
         raise IdentityError(
             f"{folder}: expected the base this adapter was trained on (weights: {trained_on}), "
             f"got another (weights: {weights}); load it on its own base, or train it anew"
+        )
+    if (trained_as == "icarus") != as_icarus:
+        raise IdentityError(
+            f"{folder}: expected apply = 'icarus' for an adapter trained as 'icarus' and for no "
+            f"other, but this one was trained as {trained_as!r}; change apply in the pair file, "
+            f"or train it anew with `droidkv train icarus`"
         )
 
 

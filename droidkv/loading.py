@@ -28,7 +28,7 @@ from droidkv.model_identity import (
     load_tokenizer,
     weights_identity,
 )
-from droidkv.models import DecoderModel, check_supported
+from droidkv.models import DecoderModel, TwoStreamModel, check_supported
 from droidkv.pair import ModelRef, Pair, check_compatible, check_vocabularies
 from droidkv.safetensors_file import read_entries
 from droidkv.sources import adapter_folder, model_folder, quiet
@@ -90,15 +90,14 @@ def load_model(
     if ref.adapter is not None:
         adapter_at = adapter_folder(ref)
         adapter = adapter_sha256(adapter_at)
-        check_base(adapter_at, weights)
+        check_base(adapter_at, weights, as_icarus=ref.apply == "icarus")
         model = _apply_adapter(model, adapter_at, ref)
     model.eval()
     fingerprint = fingerprint_of(
         config, tokenizer, weights, dtype_name(model.dtype), adapter=adapter
     )
-    return LoadedModel(
-        DecoderModel(model), tokenizer, fingerprint, ref.name, _eos_ids(model, tokenizer)
-    )
+    runs_as = TwoStreamModel if ref.adapter is not None and ref.apply == "icarus" else DecoderModel
+    return LoadedModel(runs_as(model), tokenizer, fingerprint, ref.name, _eos_ids(model, tokenizer))
 
 
 def load_pair(
@@ -186,9 +185,9 @@ def _apply_adapter(model: Any, folder: Path, ref: ModelRef) -> Any:
             f"{folder}: expected the adapter's tensors to fit the model one by one, but "
             f"{len(wrong)} do not, such as {', '.join(wrong[:3])}; {hint}"
         )
-    if ref.apply == "lora":
-        return tuned.get_base_model()
-    return tuned.merge_and_unload()
+    if ref.apply == "merge":
+        return tuned.merge_and_unload()
+    return tuned.get_base_model()
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -6,17 +6,19 @@ copied: a layer is called as its model would call it, with masks made from token
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from droidkv.cache import TokenAxis
 from droidkv.costs import ModelShape
 from droidkv.errors import UnsupportedModelError
+from droidkv.recipe import KV_PROJECTIONS
 
 # Architectures whose decoder layers share one calling convention. The value says where a layer's
 # sliding window is written: nowhere, one for all layers, or by `config.layer_types`.
@@ -32,6 +34,8 @@ SUPPORTED: Mapping[str, str] = {
 }
 _ROPE_BY_LAYER_TYPE = {"gemma3_text"}
 _ATTENTION_KERNELS = {"sdpa", "eager"}
+_SHARED_READ = "droidkv_shared_read"
+_ENCODER = "__base__"  # PEFT's name for rows without an adapter
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -116,6 +120,14 @@ class DecoderModel:
         """Hidden state entering layer 0: `[batch, seq_len]` ids to `[batch, seq_len, hidden]`."""
         return self._base.embed_tokens(input_ids)  # type: ignore[no-any-return]
 
+    def embed_prefix(self, input_ids: Tensor) -> Tensor:
+        """As `embed`, for tokens of which only KV and E are wanted."""
+        return self.embed(input_ids)
+
+    def widen(self, hidden: Tensor) -> Tensor:
+        """A prefix's hidden state, to run in one sequence with what `embed` made."""
+        return hidden
+
     def step(self, queries: TokenAxis, keys: TokenAxis) -> Step:
         """Prepare a forward step of `queries` over `keys` (earlier tokens first, queries last)."""
         positions = queries.positions.clamp(min=0)
@@ -149,6 +161,156 @@ class DecoderModel:
         logits: Tensor = self.model.lm_head(self._base.norm(hidden))
         cap = getattr(self.config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+class TwoStreamModel(DecoderModel):
+    """An identical-cache model (ICaRus): a frozen encoder writes KV, adapters decode from it.
+
+    Both streams are one model: without an adapter it is the logical encoder, with one a logical
+    decoder. A hidden state holds the encoder's and then the decoder's,
+    `[batch, seq_len, 2 * hidden_size]`, and one call of a layer carries both: their rows are
+    stacked, so weights are read once, and their queries are put together along the heads, so KV
+    are read once. KV of the decoder's rows are dropped. A hidden state of the single width is the
+    encoder's alone, which is all a prefix needs.
+
+    Args:
+        model: A causal LM in eval mode with a LoRA adapter in its layers
+            (`peft_model.get_base_model()`).
+        adapters: Adapter of each row of a batch; one name = of all rows.
+
+    Raises:
+        UnsupportedModelError: As `DecoderModel`; or there is no adapter, one of k or v, or
+            attention that a common call cannot compute.
+    """
+
+    def __init__(self, model: Any, adapters: Sequence[str] = ("default",)) -> None:
+        super().__init__(model)
+        if getattr(self.config, "attn_logit_softcapping", None):
+            raise UnsupportedModelError(
+                f"expected attention without soft-capped logits, got a model of type "
+                f"{self.config.model_type!r}; its two streams cannot share one attention call"
+            )
+        self.adapters = tuple(adapters)
+        layers = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
+        if not layers:
+            raise UnsupportedModelError("expected a model with a LoRA adapter, got one without")
+        if dead := sorted(n for n in layers if n.endswith(KV_PROJECTIONS)):
+            raise UnsupportedModelError(
+                f"expected no adapter on {' or '.join(KV_PROJECTIONS)}, which the decoder never "
+                f"uses, got one on {dead[0]}; train it with `droidkv train icarus`"
+            )
+        self._width = int(self.config.hidden_size)
+        self._routes: list[str] = []
+        for module in layers.values():
+            module.register_forward_pre_hook(self._route, with_kwargs=True)
+        AttentionInterface.register(_SHARED_READ, _shared_read)
+        model.set_attn_implementation(_SHARED_READ)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Both streams' hidden state entering layer 0, `[batch, seq_len, 2 * hidden_size]`."""
+        return self.widen(super().embed(input_ids))
+
+    def embed_prefix(self, input_ids: Tensor) -> Tensor:
+        return super().embed(input_ids)
+
+    def widen(self, hidden: Tensor) -> Tensor:
+        return torch.cat([hidden, hidden], dim=-1)
+
+    def run_layer(self, layer: int, hidden: Tensor, step: Step, cache: LayerCache) -> Tensor:
+        """Run one layer for both streams, or for the encoder's if `hidden` is of single width."""
+        num_rows, num_streams = len(hidden), hidden.shape[-1] // self._width
+        stacked = torch.cat(torch.split(hidden, self._width, dim=-1))
+        self._routes = [_ENCODER] * num_rows
+        if num_streams == 2:
+            self._routes += self._adapters_of(num_rows)
+            step = _repeated(step)
+            cache = _FirstRows(cache, num_rows)
+        left = super().run_layer(layer, stacked, step, cache)
+        return torch.cat(torch.split(left, num_rows), dim=-1)
+
+    def store_kv(self, layer: int, hidden: Tensor, step: Step, cache: LayerCache) -> None:
+        super().store_kv(layer, hidden[..., : self._width], step, cache)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the decoder stream."""
+        return super().logits(hidden[..., self._width :])
+
+    def _adapters_of(self, num_rows: int) -> list[str]:
+        if len(self.adapters) not in (1, num_rows):
+            raise UnsupportedModelError(
+                f"expected one adapter, or one for each of {num_rows} rows, got "
+                f"{len(self.adapters)}"
+            )
+        return list(self.adapters) * (num_rows // len(self.adapters))
+
+    def _route(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Tell PEFT which adapter each row of the batch goes through."""
+        return args, {**kwargs, "adapter_names": self._routes}
+
+
+class _FirstRows:
+    """Puts only the first rows' keys and values into a cache: those of the encoder."""
+
+    def __init__(self, cache: LayerCache, num_rows: int) -> None:
+        self.cache = cache
+        self.num_rows = num_rows
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        return self.cache.update(keys[: self.num_rows], values[: self.num_rows], layer_idx)
+
+
+def _repeated(step: Step) -> Step:
+    """A step whose RoPE tables serve both streams' rows; its masks go with the KV's rows."""
+    if len(step.positions) == 1:
+        return step  # one row serves any number
+    rope = {
+        kind: (torch.cat([cos, cos]), torch.cat([sin, sin]))
+        for kind, (cos, sin) in step.rope.items()
+    }
+    return Step(torch.cat([step.positions, step.positions]), rope, step.masks)
+
+
+def _shared_read(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attention of several streams over one KV, which is read once.
+
+    Args:
+        module: The attention module.
+        query: `[num_streams * batch, num_heads, num_queries, head_dim]`.
+        key: `[batch, num_kv_heads, num_keys, head_dim]`.
+        value: The same shape.
+        attention_mask: `[batch, 1, num_queries, num_keys]`, or None for plain causality.
+        scaling: Of the logits.
+
+    Returns:
+        `[num_streams * batch, num_queries, num_heads, head_dim]`, and no weights.
+    """
+    batch, num_kv_heads = key.shape[:2]
+    # Query heads of one KV head must stand together: [batch, kv, stream * group].
+    heads = query.view(-1, batch, num_kv_heads, query.shape[1] // num_kv_heads, *query.shape[2:])
+    joined = heads.permute(1, 2, 0, 3, 4, 5)
+    out = nn.functional.scaled_dot_product_attention(
+        joined.flatten(1, 3),
+        key,
+        value,
+        attn_mask=attention_mask,
+        is_causal=attention_mask is None and query.shape[2] > 1,
+        scale=scaling,
+        enable_gqa=True,
+    )
+    apart = out.view(joined.shape).permute(2, 0, 4, 1, 3, 5)
+    return apart.flatten(0, 1).flatten(2, 3), None
 
 
 def attention_mask(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from droidkv.architecture import missing_settings, rope_settings, shared_settings
 from droidkv.differences import differences, flatten, lines
@@ -17,9 +17,9 @@ from droidkv.jsonio import read_toml
 from droidkv.recipe import Recipe
 
 SCHEMA_VERSION = 1
-Apply = Literal["merge", "lora"]
+Apply = Literal["merge", "lora", "icarus"]
 Source = Literal["folder", "package", "tiny", "hub"]
-APPLIES: tuple[Apply, ...] = ("merge", "lora")
+APPLIES: tuple[Apply, ...] = get_args(Apply)
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?")
@@ -36,7 +36,8 @@ class ModelRef:
         revision: Commit or tag on the hub.
         adapter: Folder or hub id of a PEFT adapter on top of it.
         adapter_revision: Commit or tag of the adapter on the hub.
-        apply: `merge` adds the adapter into the weights, `lora` runs it beside them.
+        apply: `merge` adds the adapter into the weights, `lora` runs it beside them, `icarus` runs
+            it as a second stream that reads the KV of the model without it.
         aliases: Other names a server gives this model.
         trust_remote_code: Let the model's own Python code run. Off unless asked for.
 
@@ -144,6 +145,9 @@ class Pair:
         allow_extra_tokens: Accept that one vocabulary has tokens the other lacks, as long as
             every token both have has the same id.
         train: How the receiver is made from the sender's base; None where it comes ready.
+        reference: The model whose full prefill a loss is against; None = the receiver itself. A
+            receiver trained to read the base's KV has no prefill of its own that would be right,
+            so it is held against the ordinary fine-tune.
         path: The file the pair was read from.
     """
 
@@ -155,6 +159,7 @@ class Pair:
     chat: bool = True
     allow_extra_tokens: bool = False
     train: Recipe | None = None
+    reference: ModelRef | None = None
     path: Path | None = None
 
 
@@ -289,6 +294,7 @@ def _read(path: Path) -> Pair:
     fields = Fields(read_toml(path, PairError), str(path), PairError)
     fields.take_version(SCHEMA_VERSION, "write it as the shipped pair files are")
     train = fields.optional("train", dict)
+    reference = fields.optional("reference", dict)
     tasks = fields.take("tasks", list)
     pair = Pair(
         name=path.stem,
@@ -304,6 +310,9 @@ def _read(path: Path) -> Pair:
         chat=fields.take("chat", bool, True),
         allow_extra_tokens=fields.take("allow_extra_tokens", bool, False),
         train=None if train is None else Recipe.from_table(train, f"{path}, [train]"),
+        reference=None
+        if reference is None
+        else ModelRef.from_table(reference, f"{path}, [reference]", path.parent),
         path=path,
     )
     fields.done()

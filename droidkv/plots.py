@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, told apart by colour-blind readers too.
-COLOURS: dict[Operator, str] = {"copy": "#0072B2", "stitch": "#D55E00"}
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+COLOURS: dict[Operator, str] = {"copy": PALETTE[0], "stitch": PALETTE[1]}
 GREY = "#BBBBBB"
+Points = Sequence[tuple[float, float]]
 # Losses that span orders of magnitude; linear below this, so that zero has a place.
 LINEAR_BELOW: dict[Objective, float] = {"kl": 1e-4, "nll": 1e-4}
 
@@ -215,6 +218,47 @@ def plot_critical_layers(
     lower.set_xlabel("layer")
     figure.supylabel(label, fontsize=9)
     figure.suptitle(title)
+    return _write(figure, path)
+
+
+def plot_curve(
+    train: Mapping[str, Points],
+    held_out: Mapping[str, Points],
+    path: str | os.PathLike[str],
+    title: str = "",
+) -> Figure:
+    """Learning curves: loss by step, dots where held-out items were evaluated.
+
+    Args:
+        train: Name of a run -> its training losses by step.
+        held_out: The same of its held-out losses; may be empty.
+        path: The PNG file to write.
+        title: Title of the figure.
+
+    Returns:
+        The figure that was written.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        StorageError: The file could not be written.
+    """
+    figure = _new_figure(7.0, 4.5)
+    axes = figure.add_subplot()
+    for colour, (name, points) in zip(itertools.cycle(PALETTE), train.items(), strict=False):
+        axes.plot(*zip(*points, strict=True), color=colour, linewidth=0.8, label=name)
+        if held_out.get(name):
+            axes.plot(
+                *zip(*held_out[name], strict=True),
+                color=colour,
+                marker="o",
+                linestyle="none",
+                label=f"{name}, held out",
+            )
+    axes.set_yscale("log")
+    axes.set_xlabel("optimiser step")
+    axes.set_ylabel("loss, nats per answer token")
+    axes.set_title(title)
+    axes.legend(frameon=False)
     return _write(figure, path)
 
 

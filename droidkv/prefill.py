@@ -103,7 +103,7 @@ def enter_group(
 ) -> Tensor:
     """The hidden state that enters a plan's group, `[batch, seq_len, hidden]`."""
     if plan.transition is None:
-        return receiver.embed(input_ids.to(receiver.device))
+        return receiver.embed_prefix(input_ids.to(receiver.device))
     if plan.transition not in captured.hidden:
         raise PlanError(
             f"plan {plan} needs the sender's E of layer {plan.transition}, but the captured cache "
@@ -128,7 +128,7 @@ def full_prefill(
     axis = prefix_axis(input_ids, attention_mask).to(receiver.device)
     context = Context(KVCache.empty(receiver.num_layers), axis.narrow(0, 0))
     for start, stop in chunks(axis.num_tokens, chunk_tokens):
-        hidden = receiver.embed(input_ids[:, start:stop].to(receiver.device))
+        hidden = receiver.embed_prefix(input_ids[:, start:stop].to(receiver.device))
         forward(receiver, context, hidden, axis.narrow(start, stop))
     return context
 

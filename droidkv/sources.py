@@ -99,7 +99,7 @@ def adapter_folder(ref: ModelRef) -> Path:
             ADAPTER_CONFIG,
             "a PEFT adapter",
             "; if it is to be trained "
-            "from the recipe of its pair file, run: droidkv pair train PAIR",
+            "from the recipe of its pair file, run: droidkv train MODE PAIR",
         )
     names = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
     return _from_hub(ref.adapter, ref.adapter_revision, names, trust_remote_code=False)

@@ -113,7 +113,7 @@ class _Sweep:
             self.receiver, self.item.prefix_ids[None], self.captured, max(entry), stitch
         )
         num_prefix = prefix.shape[1]
-        hidden = torch.cat([prefix, state], dim=1)
+        hidden = torch.cat([self.receiver.widen(prefix), state], dim=1)
         for layer in range(first.group.start, max(plans) - 1):
             cache = KVCache.empty(self.receiver.num_layers)  # forgotten with the layer
             hidden = self.receiver.run_layer(layer, hidden, self.both_step, cache)

@@ -241,7 +241,7 @@ def test_an_adapter_is_its_tensors_and_the_settings_that_matter(tmp_path: Path) 
 
 
 def test_adapters_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match="droidkv pair train"):
+    with pytest.raises(LoadError, match="droidkv train MODE PAIR"):
         adapter_sha256(tmp_path)
     folder = adapter(tmp_path / "pickled")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")

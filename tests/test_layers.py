@@ -16,13 +16,13 @@ errors
 plan jsonio fields differences tiny check
 costs identity recipe quality run_folder architecture
 ttft frontier records safetensors_file pair stability
-calibration_fit profile content cache provenance probe_record
-objectives models sources low_rank calibration_file confirmation
+calibration_fit profile content cache pair_file provenance probe_record
+objectives models sources adapter_folder calibration_file confirmation
 model_identity
 choice capture loading tasks
 policy stitch encode plots
-prefill training_rows
-evaluate finetune
+prefill
+evaluate training
 sweep
 search profile_job oracles bench
 estimate

@@ -324,7 +324,7 @@ def config_of(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
-        (lambda at: shutil.rmtree(at), LoadError, "droidkv pair train"),
+        (lambda at: shutil.rmtree(at), LoadError, "droidkv train MODE PAIR"),
         (lambda at: truncate(at / "adapter_model.safetensors"), LoadError, "truncated"),
         (lambda at: edit(config_of(at), r=8), LoadError, "the adapter .it was trained on"),
         (lambda at: edit(config_of(at), target_modules=["q_proj"]), LoadError, "one by one"),

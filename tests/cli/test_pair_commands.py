@@ -87,23 +87,3 @@ def test_check_of_a_profile_of_changed_weights_names_the_field(profiled: Path) -
     failed = [each for each in value["checks"] if not each["passed"]]
     assert [each["name"] for each in failed] == ["profile"]
     assert "weights" in failed[0]["detail"]
-
-
-def test_train_makes_the_adapter_that_the_pair_names(tmp_path: Path) -> None:
-    pair = write_pair(tmp_path / "mine.toml", receiver=BASE)
-    with open(pair, "a") as file:
-        file.write('adapter = "./made"\n[train]\ntask = "records"\nsteps = 2\n')
-        file.write("learning_rate = 0.01\nbatch_size = 2\noptions = { num_records = 2 }\n")
-    value = run_json("pair", "train", pair)
-    assert value["steps"] == 2
-    assert Path(value["adapter"]) == tmp_path / "made"
-    assert run_json("pair", "check", pair)["passed"]
-    assert "remove it" in error_of("pair", "train", pair)
-
-
-def test_train_needs_a_recipe_and_a_place(tmp_path: Path) -> None:
-    assert "[train]" in error_of("pair", "train", "tiny")
-    pair = write_pair(tmp_path / "mine.toml")
-    with open(pair, "a") as file:
-        file.write('[train]\ntask = "records"\nsteps = 2\nlearning_rate = 0.01\n')
-    assert "--output" in error_of("pair", "train", pair)

@@ -27,7 +27,8 @@ COMMANDS = dict(commands(main))
 
 def test_every_command_of_the_requirement_is_there() -> None:
     names = {" ".join(path) for path in COMMANDS}
-    assert {f"pair {name}" for name in ("list", "show", "check", "train")} <= names
+    assert {f"pair {name}" for name in ("list", "show", "check")} <= names
+    assert {f"train {name}" for name in ("plain", "prefillshare", "icarus")} <= names
     assert {f"frontier {name}" for name in ("show", "plot", "pick", "diff")} <= names
     assert {"profile", "stitch", "probe", "verify", "calibrate", "doctor", "search", "ask"} <= names
     assert {"bench sweep", "bench prefill"} <= names

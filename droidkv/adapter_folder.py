@@ -1,4 +1,4 @@
-"""Adapter folders, from a trained LoRA or from the low-rank part of a full weight change."""
+"""Adapter folders: a trained LoRA in half precision."""
 
 from __future__ import annotations
 
@@ -7,39 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import peft
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from droidkv.content import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from droidkv.jsonio import write_json
-
-
-def lora_of_delta(delta: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The best LoRA of a weight change: `B @ A` is its truncated singular value decomposition.
-
-    Args:
-        delta: `[out_features, in_features]`, new weight minus old.
-        rank: Rank to keep.
-
-    Returns:
-        A `[rank, in_features]` and B `[out_features, rank]`, to be applied with scale 1.
-    """
-    left, values, right = torch.linalg.svd(delta.float(), full_matrices=False)
-    root = values[:rank].sqrt()
-    # Both halves get the root, so neither leaves the range of half precision.
-    return root[:, None] * right[:rank], left[:, :rank] * root
-
-
-def adapter_state(deltas: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """A PEFT LoRA state of weight changes by module name."""
-    state = {}
-    for name, delta in deltas.items():
-        (
-            state[f"base_model.model.{name}.lora_A.weight"],
-            state[f"base_model.model.{name}.lora_B.weight"],
-        ) = lora_of_delta(delta, rank)
-    return state
 
 
 def write_adapter(

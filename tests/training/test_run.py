@@ -17,13 +17,12 @@ from safetensors.torch import load_file  # noqa: E402
 
 from droidkv.content import ADAPTER_CONFIG, ADAPTER_WEIGHTS  # noqa: E402
 from droidkv.errors import PairError, StorageError, TaskError  # noqa: E402
-from droidkv.finetune import _row_losses, train_pair, train_receiver  # noqa: E402
 from droidkv.loading import LoadedModel, load_model  # noqa: E402
-from droidkv.low_rank import lora_of_delta  # noqa: E402
-from droidkv.pair import ModelRef, read_pair  # noqa: E402
-from droidkv.recipe import Recipe  # noqa: E402
+from droidkv.pair import ModelRef  # noqa: E402
+from droidkv.recipe import MODES, Mode, Recipe, default_targets  # noqa: E402
 from droidkv.tasks import Item, Split, Task, get_task  # noqa: E402
-from droidkv.training_rows import training_batches  # noqa: E402
+from droidkv.training.curve import CURVE_FILE, Curve  # noqa: E402
+from droidkv.training.run import TrainSettings, train_receiver  # noqa: E402
 
 OPTIONS = {"num_records": 2, "questions_per_context": 3}
 RECIPE = Recipe(
@@ -63,19 +62,6 @@ class OneItem(Task):
         return float(prediction == item.answer)
 
 
-def test_questions_in_one_row_have_the_losses_of_separate_rows(base: LoadedModel) -> None:
-    items = get_task("records", **OPTIONS).items("train", 3)
-    ((row,),) = training_batches(items, 1, 3, base.tokenizer, True, 1024)
-    apart = [training_batches([item], 1, 1, base.tokenizer, True, 1024)[0][0] for item in items]
-    device = torch.device("cpu")
-    with torch.no_grad():
-        together = _row_losses(base.model.model, row, device)
-        separate = torch.cat([_row_losses(base.model.model, each, device) for each in apart])
-    torch.testing.assert_close(together, separate, atol=1e-5, rtol=1e-5)
-    assert together.std() > 1e-3
-    assert row.targets[-1] == base.tokenizer.eos_token_id
-
-
 def test_training_learns_and_leaves_the_base_as_it_was(base: LoadedModel, tmp_path: Path) -> None:
     before = weights_of(base)
     steps = []
@@ -103,42 +89,50 @@ def test_training_learns_and_leaves_the_base_as_it_was(base: LoadedModel, tmp_pa
     assert any(tensor.abs().max() > 0 for name, tensor in state.items() if "lora_B" in name)
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(base: LoadedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_killed_run_goes_on_and_ends_the_same(
+    base: LoadedModel, tmp_path: Path, mode: Mode
+) -> None:
     task = get_task("records", **OPTIONS)
-    whole = train_receiver(base, task, RECIPE, tmp_path / "whole")
+    recipe = dataclasses.replace(RECIPE, mode=mode, target_modules=default_targets(mode))
+    whole = train_receiver(
+        base, task, recipe, tmp_path / "whole", TrainSettings(eval_steps=3, eval_items=3)
+    )
 
     def kill(step: int, total: int, loss: float) -> None:
         if step == 5:
             raise KeyboardInterrupt
 
+    often = TrainSettings(checkpoint_steps=2, eval_steps=3, eval_items=3)
     with pytest.raises(KeyboardInterrupt):
-        train_receiver(base, task, RECIPE, tmp_path / "killed", checkpoint_steps=2, progress=kill)
+        train_receiver(base, task, recipe, tmp_path / "killed", often, progress=kill)
     assert not (tmp_path / "killed").exists()
-    other = dataclasses.replace(RECIPE, seed=6)
+    other = dataclasses.replace(recipe, seed=6)
     with pytest.raises(PairError, match="recipe"):
-        train_receiver(base, task, other, tmp_path / "killed")
-    resumed = train_receiver(base, task, RECIPE, tmp_path / "killed", checkpoint_steps=2)
+        train_receiver(base, task, other, tmp_path / "killed", often)
+    resumed = train_receiver(base, task, recipe, tmp_path / "killed", often)
     assert (whole.resumed_from, resumed.resumed_from) == (0, 4)
-    files = [path / ADAPTER_WEIGHTS for path in (whole.adapter, resumed.adapter)]
+    files = [path / ADAPTER_WEIGHTS for path in (whole.output, resumed.output)]
     one, two = map(load_file, files)
     assert all(torch.equal(one[name], two[name]) for name in one)
+    curves = [Curve.read(each.output / CURVE_FILE) for each in (whole, resumed)]
+    assert [step for step, _ in curves[0].train] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in curves[0].held_out] == [0, 3, 6]
+    assert curves[0].held_out_items == 3
+    assert curves[0].train == curves[1].train
+    assert set(curves[0].held_out) <= set(curves[1].held_out)  # a resumed run starts with one more
 
 
-def test_full_training_is_shipped_as_a_low_rank_change(base: LoadedModel, tmp_path: Path) -> None:
+def test_full_training_makes_a_model_folder(base: LoadedModel, tmp_path: Path) -> None:
     before = weights_of(base)
-    recipe = dataclasses.replace(
-        RECIPE, method="full", target_modules=("q_proj", "k_proj"), learning_rate=0.003
-    )
+    recipe = dataclasses.replace(RECIPE, method="full", learning_rate=0.003)
     result = train_receiver(base, get_task("records", **OPTIONS), recipe, tmp_path / "full")
     assert result.last_loss < result.first_loss
     assert all(torch.equal(before[name], now) for name, now in weights_of(base).items())
-    tuned = load_model(ModelRef(model="tiny:llama?seed=0&layers=2", adapter=str(tmp_path / "full")))
-    changed = {
-        name
-        for name, now in tuned.model.model.state_dict().items()
-        if not torch.equal(before[name], now)
-    }
-    assert changed == {name for name in before if "q_proj" in name or "k_proj" in name}
+    tuned = load_model(ModelRef(model=str(tmp_path / "full")))
+    after = weights_of(tuned)
+    assert all(not torch.equal(before[name], after[name]) for name in before if "proj" in name)
+    assert tuned.tokenizer.get_vocab() == base.tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -149,9 +143,11 @@ def test_layers_below_the_first_keep_the_weights_of_the_base(
     recipe = dataclasses.replace(RECIPE, first_layer=1, steps=2, method=method)
     train_receiver(base, get_task("records", **OPTIONS), recipe, tmp_path / "upper")
     ref = ModelRef(model="tiny:llama?seed=0&layers=2", adapter=str(tmp_path / "upper"))
+    if method == "full":
+        ref = ModelRef(model=str(tmp_path / "upper"))
     after = weights_of(load_model(ref))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert len(changed) == 7
+    assert len(changed) == 9 if method == "full" else 7  # its two norms too
     assert all(name.startswith("model.layers.1.") for name in changed)
     with pytest.raises(PairError, match="below the model's 2 layers"):
         train_receiver(
@@ -162,65 +158,22 @@ def test_layers_below_the_first_keep_the_weights_of_the_base(
         )
 
 
-def test_low_rank_part_is_exact_where_the_change_has_that_rank() -> None:
-    generator = torch.Generator().manual_seed(0)
-    delta = torch.randn(12, 3, generator=generator) @ torch.randn(3, 9, generator=generator)
-    a, b = lora_of_delta(delta, 3)
-    torch.testing.assert_close(b @ a, delta, atol=1e-5, rtol=1e-5)
-    a, b = lora_of_delta(delta, 2)
-    left = torch.linalg.matrix_norm(delta - b @ a)
-    assert left == pytest.approx(float(torch.linalg.svdvals(delta)[2]), rel=1e-4)
-
-
 def test_bad_input_is_refused_before_training(base: LoadedModel, tmp_path: Path) -> None:
     target = tmp_path / "adapter"
     task = get_task("records", **OPTIONS)
     wrong = dataclasses.replace(RECIPE, target_modules=("q_proj", "k_prj"))
     with pytest.raises(PairError, match="Did you mean 'k_proj'"):
         train_receiver(base, task, wrong, target)
+    with pytest.raises(PairError, match="k_proj, v_proj: the decoder reads the KV"):
+        train_receiver(base, task, dataclasses.replace(RECIPE, mode="icarus"), target)
+    full = dataclasses.replace(RECIPE, mode="icarus", method="full")
+    with pytest.raises(PairError, match="expected method 'lora'"):
+        train_receiver(base, task, full, target)
     with pytest.raises(TaskError, match="must have an answer"):
         train_receiver(base, OneItem("  "), RECIPE, target)
     with pytest.raises(TaskError, match="at most 20 tokens"):
-        train_receiver(base, OneItem("yes"), RECIPE, target, max_tokens=20)
+        train_receiver(base, OneItem("yes"), RECIPE, target, TrainSettings(max_tokens=20))
     assert not list(tmp_path.iterdir())
     target.mkdir()
     with pytest.raises(StorageError, match="remove it or name another"):
         train_receiver(base, task, RECIPE, target)
-
-
-def test_a_pair_is_trained_by_its_own_recipe(tmp_path: Path) -> None:
-    path = tmp_path / "small.toml"
-    path.write_text(
-        """
-schema_version = 1
-description = "x"
-tasks = ["records"]
-[sender]
-model = "tiny:llama?layers=2"
-[receiver]
-model = "tiny:llama?layers=2"
-adapter = "./adapter"
-[train]
-task = "records"
-options = { num_records = 2, questions_per_context = 2 }
-steps = 2
-learning_rate = 0.01
-rank = 2
-batch_size = 4
-autocast = true
-""",
-        encoding="utf-8",
-    )
-    pair = read_pair(path)
-    result = train_pair(pair)
-    assert result.adapter == tmp_path / "adapter"
-    assert result.num_answer_tokens > 0
-    sender, receiver = load_model(pair.sender), load_model(pair.receiver)
-    assert sender.fingerprint.weights == receiver.fingerprint.weights
-    assert sender.fingerprint.adapter != receiver.fingerprint.adapter
-    with pytest.raises(PairError, match=r"\[train\] table"):
-        train_pair(dataclasses.replace(pair, train=None))
-    with pytest.raises(PairError, match="adapter folder to make"):
-        train_pair(
-            dataclasses.replace(pair, receiver=dataclasses.replace(pair.receiver, adapter=None))
-        )

@@ -28,12 +28,14 @@ class TrainingRow:
     Attributes:
         input_ids: `[1, seq_len]`: prefix, then each question with its answer.
         axis: Positions and segments of the same tokens; the prefix is segment 0.
+        num_prefix: How many of them are the prefix, which stands first.
         predicting: `[num_targets]`, indices of the tokens whose next token is learned.
         targets: `[num_targets]`, these next tokens: the answers, each with its end-of-turn token.
     """
 
     input_ids: Tensor
     axis: TokenAxis
+    num_prefix: int
     predicting: Tensor
     targets: Tensor
 
@@ -117,4 +119,10 @@ def _row(examples: Sequence[_Example]) -> TrainingRow:
         segments += [segment] * len(own_ids)
         ids += own_ids
     axis = TokenAxis(torch.tensor([positions]), torch.tensor([segments]))
-    return TrainingRow(torch.tensor([ids]), axis, torch.tensor(predicting), torch.tensor(targets))
+    return TrainingRow(
+        input_ids=torch.tensor([ids]),
+        axis=axis,
+        num_prefix=len(prefix_ids),
+        predicting=torch.tensor(predicting),
+        targets=torch.tensor(targets),
+    )

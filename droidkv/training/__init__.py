@@ -1,0 +1,1 @@
+"""Training receivers: ordinary fine-tunes, and those that read a frozen base's KV."""

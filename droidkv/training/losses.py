@@ -1,0 +1,106 @@
+"""What a training row costs: the loss on its answers, by what KV the receiver reads.
+
+The three modes differ in nothing else. Everything runs through the layer-by-layer engine that also
+answers, so what is trained is what is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from droidkv.cache import KVCache, ReadOnlyCache, TokenAxis
+from droidkv.capture import capture
+from droidkv.models import DecoderModel
+from droidkv.plan import ReusePlan
+from droidkv.prefill import Context, forward, partial_prefill
+from droidkv.recipe import Mode
+from droidkv.training.rows import TrainingRow
+
+FrozenBase = Callable[[], AbstractContextManager[DecoderModel]]
+"""Gives the base as it was before training, for as long as the context is open."""
+
+RowLosses = Callable[[Sequence[TrainingRow]], Tensor]
+"""Cross entropy of every answer token of some rows, `[num_targets]`."""
+
+
+def row_losses(mode: Mode, receiver: DecoderModel, base: FrozenBase) -> RowLosses:
+    """The loss of a mode.
+
+    Args:
+        mode: What the receiver reads.
+        receiver: The model that is trained.
+        base: The frozen base. No gradient is kept of what it computes.
+    """
+    if mode == "plain":
+        return lambda rows: torch.cat([_plain(receiver, row) for row in rows])
+    read = _prefillshare if mode == "prefillshare" else _icarus
+    write = _prefix_context if mode == "prefillshare" else _whole_context
+
+    def losses(rows: Sequence[TrainingRow]) -> Tensor:
+        # The base goes first for all rows: base and receiver may be one model with its adapter
+        # off and on, and a backward pass must not see it switched.
+        with torch.no_grad(), base() as frozen:
+            contexts = [write(frozen, row) for row in rows]
+        return torch.cat(
+            [read(receiver, row, context) for row, context in zip(rows, contexts, strict=True)]
+        )
+
+    return losses
+
+
+def _plain(receiver: DecoderModel, row: TrainingRow) -> Tensor:
+    """The receiver reads everything itself."""
+    context = _nothing_read(receiver)
+    ids, axis = row.input_ids.to(receiver.device), row.axis.to(receiver.device)
+    hidden = forward(receiver, context, receiver.embed(ids), axis)
+    return _cross_entropy(receiver, hidden, row, first=0)
+
+
+def _prefix_context(base: DecoderModel, row: TrainingRow) -> Context:
+    """The base's KV of the prefix, taken over whole: the empty plan."""
+    prefix_ids = row.input_ids[:, : row.num_prefix]
+    return partial_prefill(base, prefix_ids, capture(base, prefix_ids), ReusePlan.of(0, 0))
+
+
+def _prefillshare(receiver: DecoderModel, row: TrainingRow, context: Context) -> Tensor:
+    """The receiver reads questions and answers behind the base's KV of the prefix."""
+    first = row.num_prefix
+    ids = row.input_ids[:, first:].to(receiver.device)
+    axis = row.axis.narrow(first, row.axis.num_tokens).to(receiver.device)
+    hidden = forward(receiver, context, receiver.embed(ids), axis)
+    return _cross_entropy(receiver, hidden, row, first)
+
+
+def _whole_context(base: DecoderModel, row: TrainingRow) -> Context:
+    """The base's KV of every token of the row: the logical encoder of ICaRus."""
+    context = _nothing_read(base)
+    hidden = base.embed(row.input_ids.to(base.device))
+    forward(base, context, hidden, row.axis.to(base.device))
+    return context
+
+
+def _icarus(receiver: DecoderModel, row: TrainingRow, context: Context) -> Tensor:
+    """The logical decoder of ICaRus: from token to next token over the encoder's KV."""
+    step = receiver.step(context.axis, context.axis)
+    cache = ReadOnlyCache(context.cache)
+    hidden = receiver.embed(row.input_ids.to(receiver.device))
+    for layer in range(receiver.num_layers):
+        hidden = receiver.run_layer(layer, hidden, step, cache)
+    return _cross_entropy(receiver, hidden, row, first=0)
+
+
+def _nothing_read(model: DecoderModel) -> Context:
+    positions = torch.empty(1, 0, dtype=torch.long, device=model.device)
+    return Context(KVCache.empty(model.num_layers), TokenAxis(positions))
+
+
+def _cross_entropy(receiver: DecoderModel, hidden: Tensor, row: TrainingRow, first: int) -> Tensor:
+    """Loss of a row's answers from the states that leave the last layer for its tokens `first`.."""
+    predicting = row.predicting.to(receiver.device) - first
+    logits = receiver.logits(hidden[0, predicting]).float()
+    targets = row.targets.to(receiver.device)
+    return nn.functional.cross_entropy(logits, targets, reduction="none")

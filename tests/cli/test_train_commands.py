@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_line import SMALL, error_of, run_json
+
+pytest.importorskip("peft")
+
+from droidkv.pair import read_pair
+from droidkv.training.curve import Curve
+
+BASE = "tiny:llama?seed=0&layers=2"
+
+
+def write_plain(folder: Path, recipe: str = "") -> Path:
+    path = folder / "mine.toml"
+    path.write_text(
+        f"""
+schema_version = 1
+description = "x"
+tasks = [{{ name = "records", num_records = 2 }}]
+[sender]
+model = "{BASE}"
+[receiver]
+model = "{BASE}"
+adapter = "./adapters/mine"
+[train]
+task = "records"
+options = {{ num_records = 2 }}
+steps = 2
+learning_rate = 0.01
+batch_size = 2
+{recipe}
+""",
+        encoding="utf-8",
+    )
+    return path
+
+
+def test_plain_makes_the_adapter_that_the_pair_names(tmp_path: Path) -> None:
+    pair = write_plain(tmp_path)
+    value = run_json("train", "plain", pair, "--eval-every", "1", "--eval-items", "2")
+    assert value["steps"] == 2
+    assert Path(value["output"]) == tmp_path / "adapters" / "mine"
+    curve = Curve.read(tmp_path / "adapters" / "mine" / "curve.json")
+    assert curve.command.startswith("droidkv ") and len(curve.held_out) == 3
+    assert value["held_out_loss"] == curve.held_out[-1][1]
+    assert value["curve_plot"] is None or Path(value["curve_plot"]).is_file()
+    assert run_json("pair", "check", pair)["passed"]
+    assert "remove it" in error_of("train", "plain", pair)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("prefillshare",), ("prefillshare", "--method", "full"), ("icarus",)],
+)
+def test_full_share_writes_a_pair_that_profiles(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    pair = write_plain(tmp_path)
+    run_json("train", "plain", pair)
+    mode, *options = arguments
+    value = run_json("train", mode, pair, *options)
+    made = read_pair(value["pair_file"])
+    assert made.train is not None and made.train.mode == mode
+    assert made.path == tmp_path / f"mine-{mode}{'-full' * bool(options)}.toml"
+    assert run_json("pair", "check", made.path)["passed"]
+    profile = tmp_path / "profile.json"
+    run_json("profile", made.path, *SMALL, "--operator", "copy", "-o", profile)
+    assert run_json("frontier", "show", profile)["plans"]
+
+
+def test_a_pair_that_was_made_is_trained_again_by_its_own_file(tmp_path: Path) -> None:
+    pair = write_plain(tmp_path)
+    target = tmp_path / "elsewhere" / "other.toml"
+    made = run_json("train", "icarus", pair, "--pair-file", target)["pair_file"]
+    assert Path(made) == target
+    adapter = Path(read_pair(made).receiver.adapter or "")
+    assert adapter == target.parent / "adapters" / "other"
+    before = (adapter / "adapter_model.safetensors").read_bytes()
+    assert "remove it" in error_of("train", "icarus", made)
+    adapter.rename(tmp_path / "away")
+    assert "droidkv train" in error_of("profile", made, *SMALL, "-o", tmp_path / "p.json")
+    run_json("train", "icarus", made)
+    assert (adapter / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_bad_input_is_refused(tmp_path: Path) -> None:
+    assert "[train]" in error_of("train", "plain", "tiny")
+    assert "[train]" in error_of("train", "icarus", "tiny")
+    pair = write_plain(tmp_path, 'mode = "prefillshare"')
+    assert "droidkv train prefillshare" in error_of("train", "plain", pair)
+    assert "droidkv train prefillshare" in error_of("train", "icarus", pair)
+    assert "--pair-file" in error_of("train", "prefillshare", pair, "--method", "full")
+    pair = write_plain(tmp_path, 'target_modules = ["k_proj"]')
+    assert "k_proj: the decoder reads" in error_of("train", "icarus", pair)
+    assert [each.name for each in tmp_path.iterdir()] == ["mine.toml"]
