@@ -81,9 +81,14 @@ def make_models(folder: Path, architecture: str = "llama") -> Models:
         model.save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
         loaded[name] = load_model(ModelRef(str(folder / name)))
-    stitch = fit_stitch(loaded["sender"].model, loaded["receiver"].model, [LONG], rank=8)
+    return with_map(folder, loaded["sender"], loaded["receiver"])
+
+
+def with_map(folder: Path, sender: LoadedModel, receiver: LoadedModel) -> Models:
+    """Two models, with a map between them in `folder`."""
+    stitch = fit_stitch(sender.model, receiver.model, [LONG], rank=8)
     stitch.save(folder / "stitch.safetensors")
-    return Models(folder, loaded["sender"], loaded["receiver"], stitch)
+    return Models(folder, sender, receiver, stitch)
 
 
 def connector(folder: Path, role: str, store: str, **extra: Any) -> dict[str, Any]:
@@ -125,7 +130,7 @@ OPTIONS: dict[str, Any] = {
     "block_size": BLOCK,
     "num_gpu_blocks_override": 28,
     "async_scheduling": False,
-    "max_logprobs": NUM_IDS,
+    "max_logprobs": -1,
 }
 
 
@@ -161,14 +166,14 @@ class Engine:
         prompts: Sequence[list[int]],
         plans: Sequence[str | None],
         new: int = NEW_TOKENS,
-        **sampling: Any,
+        lora_request: Any = None,
     ) -> list[Answer]:
         """Log-probabilities of the first new token, and greedy tokens, of each prompt."""
-        outputs = self.generate(prompts, plans, new, **sampling)
+        outputs = self.generate(prompts, plans, new, lora_request)
         answers = []
         for output in outputs:
             first = output.outputs[0].logprobs[0]
-            logprobs = torch.tensor([first[index].logprob for index in range(NUM_IDS)])
+            logprobs = torch.tensor([first[index].logprob for index in range(len(first))])
             answers.append((logprobs, list(output.outputs[0].token_ids)))
         return answers
 
@@ -177,12 +182,15 @@ class Engine:
         prompts: Sequence[list[int]],
         plans: Sequence[str | None],
         new: int = NEW_TOKENS,
+        lora_request: Any = None,
         **sampling: Any,
     ) -> list[Any]:
         """vLLM's own outputs."""
         params = [sampling_params(plan, new, **sampling) for plan in plans]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs: list[Any] = self.llm.generate(requests, params, use_tqdm=False)
+        outputs: list[Any] = self.llm.generate(
+            requests, params, use_tqdm=False, lora_request=lora_request
+        )
         return outputs
 
     def records(self) -> list[dict[str, Any]]:
@@ -219,7 +227,7 @@ def sampling_params(plan: str | None, new: int, **sampling: Any) -> Any:
     """Greedy, with all log-probabilities, at a plan; None = a plain request."""
     return vllm.SamplingParams(
         max_tokens=new,
-        logprobs=NUM_IDS,
+        logprobs=-1,
         ignore_eos=True,
         extra_args={"kv_transfer_params": {"droidkv": {"plan": plan}}} if plan else None,
         **{"temperature": 0, **sampling},
@@ -245,8 +253,8 @@ def reference(
     if plan is None or num_tokens == 0:
         return own_answer(receiver, prompt, new)
     prefix = torch.tensor([prompt[:num_tokens]])
-    cache = capture(models.sender.model, prefix, hidden_layers=range(LAYERS))
-    parsed = ReusePlan.parse(plan, LAYERS)
+    cache = capture(models.sender.model, prefix, hidden_layers=range(receiver.num_layers))
+    parsed = ReusePlan.parse(plan, receiver.num_layers)
     context = partial_prefill(receiver, prefix, cache, parsed, models.stitch)
     return _answer_on(receiver, context, prompt[num_tokens:], new)
 

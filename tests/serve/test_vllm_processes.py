@@ -7,9 +7,6 @@ scheduling, the way of loading.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from serve import engine_process
+from serve.engine_process import answers_of, run_engine
 from serve.engines import (
     CHUNK,
-    ENVIRONMENT,
     LONG,
     PLANS,
     PROMPTS,
@@ -48,7 +43,6 @@ pytestmark = [
 
 DAMAGED = token_ids(200, seed=30)
 COMPILED = {"enforce_eager": False}
-SECONDS = 500
 
 
 @dataclass
@@ -74,7 +68,7 @@ CASES = {
     # Everything as `vllm serve` does it by default, as far as `sync` allows.
     "fs": Case(COMPILED, WORKER | {"TORCHDYNAMO_DISABLE": "0"}, {"order": "streamed"}),
     "redis": Case(
-        {"async_scheduling": True},
+        {},
         WORKER,
         {"order": "reused_first", "load": "async"},
         "&keep_local=0&disk={}",
@@ -122,32 +116,19 @@ def run(
     case: Case,
     batches: Sequence[tuple[list[list[int]], list[str | None]]],
 ) -> list[Answer]:
-    """What an engine in a process of its own answers; the process has to end by itself."""
+    """What an engine in a process of its own answers."""
     disk = models.folder / f"disk-{role}"
     disk.mkdir(exist_ok=True)
-    spec, answers = models.folder / "spec.json", models.folder / "answers.json"
-    answers.unlink(missing_ok=True)
-    table = {
-        "folder": str(models.folder),
+    spec = {
         "role": role,
         "store": f"{store}?cpu_gib=0.1{case.tiers.format(disk)}",
         "options": case.options,
         "extra": case.extra if role == "receiver" else {},
         "batches": batches,
     }
-    spec.write_text(json.dumps(table))
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
-    result = subprocess.run(
-        [sys.executable, engine_process.__file__, str(spec), str(answers)],
-        env={**environment, **ENVIRONMENT, **case.environment},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    result = run_engine(models.folder, spec, case.environment)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    return [
-        (torch.tensor(logprobs), tokens) for logprobs, tokens in json.loads(answers.read_text())
-    ]
+    return answers_of(models.folder)
 
 
 @pytest.fixture(scope="module")

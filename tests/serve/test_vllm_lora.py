@@ -1,0 +1,71 @@
+"""A sender's engine that also serves a LoRA: what that computes is never stored as the base's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from serve.engines import (
+    CHUNK,
+    PROMPTS,
+    TOLERANCE,
+    Engine,
+    Models,
+    assert_same,
+    assert_stored,
+    make_models,
+    own_answer,
+)
+
+from droidkv.loading import load_model
+from droidkv.models import DecoderModel
+from droidkv.pair import ModelRef
+from droidkv.serve.keys import chunk_keys, namespace_digest
+from droidkv.serve.opening import open_store
+from droidkv.serve.store import deadline_in
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+STORE = "memory://test-vllm-lora"
+
+
+def tuned_model(folder: Path, models: Models) -> DecoderModel:
+    """The sender under an adapter that changes much, saved in `folder`."""
+    base = load_model(ModelRef(str(models.folder / "sender"))).model.model
+    config = peft.LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "k_proj", "v_proj"])
+    tuned = peft.get_peft_model(base, config)
+    for name, parameter in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    tuned.save_pretrained(str(folder))
+    return DecoderModel(tuned.eval().get_base_model())
+
+
+def test_a_lora_request_is_answered_and_not_stored(tmp_path: Path) -> None:
+    from vllm.lora.request import LoRARequest
+
+    models = make_models(tmp_path)
+    tuned = tuned_model(tmp_path / "adapter", models)
+    adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    engine = Engine(tmp_path, "sender", STORE, options)
+    try:
+        with_lora = engine.answer(PROMPTS[:1], [None], lora_request=adapter)
+        assert engine.worker().flush(30)
+        store = open_store(STORE, CHUNK)
+        keys = chunk_keys(namespace_digest(models.sender.fingerprint), PROMPTS[0], CHUNK)
+        assert not store.contains_kv(keys[0], [0], deadline_in(5))
+        # The same prompt without it, and with it again, from whatever the engine has cached.
+        without = engine.answer(PROMPTS[:1], [None])
+        again = engine.answer(PROMPTS[:1], [None], lora_request=adapter)
+        assert engine.worker().flush(30)
+    finally:
+        engine.stop()
+    assert_stored(models, store, keys[0].namespace, PROMPTS[:1])
+    own = own_answer(models.sender.model, PROMPTS[0])
+    assert_same(without[0], own)
+    for answer in (with_lora[0], again[0]):
+        assert_same(answer, own_answer(tuned, PROMPTS[0]))
+        assert (answer[0] - own[0]).abs().max() > 1000 * TOLERANCE
