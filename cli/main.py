@@ -18,6 +18,8 @@ from .pair import pair
 from .probe import probe
 from .profile import profile
 from .search import search
+from .serve import serve
+from .stats import stats
 from .stitch import stitch
 from .train import train
 from .verify import verify
@@ -47,6 +49,8 @@ for command in (
     calibrate,
     doctor,
     bench,
+    serve,
+    stats,
 ):
     main.add_command(command)
 

@@ -14,6 +14,7 @@ from droidkv.content import quantisation_of, tokenizer_digests, weights_headers,
 from droidkv.errors import DroidKVError, LoadError, UnsupportedModelError
 from droidkv.identity import NONE, Fingerprint, settings
 from droidkv.jsonio import read_json
+from droidkv.merged import merged_from
 from droidkv.pair import ModelRef
 from droidkv.sources import config_folder, model_folder
 from droidkv.tiny import TinySpec, tiny_config
@@ -114,10 +115,11 @@ def identify(
     tensor_parallel: int = 1,
     content_hash: bool = True,
 ) -> Fingerprint:
-    """What `droidkv.loading.load_model` would say of a model without an adapter.
+    """What `droidkv.loading.load_model` would say of a model, from its folder alone.
 
     Args:
-        ref: A folder or hub id, without an adapter.
+        ref: A folder or hub id, without an adapter but the one merged into it by
+            `droidkv.servable.servable_folder`.
         dtype: As `fingerprint_of`.
         cache_dtype: As `fingerprint_of`.
         tensor_parallel: As `fingerprint_of`.
@@ -129,13 +131,15 @@ def identify(
         StorageError: A file could not be read.
     """
     folder = model_folder(ref)
+    weights, adapter = merged_from(folder, weights_identity(folder, content_hash))
     return fingerprint_of(
         load_config(ref),
         load_tokenizer(ref, folder),
-        weights_identity(folder, content_hash),
+        weights,
         dtype,
         cache_dtype,
-        tensor_parallel=tensor_parallel,
+        adapter,
+        tensor_parallel,
     )
 
 

@@ -23,6 +23,7 @@ PARAMS_KEY = "droidkv"
 LoadOrder = Literal["all_first", "reused_first", "streamed"]
 LOAD_ORDERS: tuple[LoadOrder, ...] = get_args(LoadOrder)
 _SALT_PREFIX = "droidkv:"
+SpanKind = Literal["load", "enter", "recompute", "wait", "suffix"]
 
 
 class Fallback(StrEnum):
@@ -62,10 +63,12 @@ class Ask:
     Attributes:
         plan: The plan it wants; None = what the server would choose.
         reuse: False = the request's own prefill, whatever the server would choose.
+        order: How to arrange loading and recomputing; None = as the server does.
     """
 
     plan: ReusePlan | None = None
     reuse: bool = True
+    order: LoadOrder | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class LoadJob:
         start: Tokens that the engine holds already.
         block_ids: Blocks of its page table, the first one for token 0.
         asynchronous: The request waits while the engine goes on with others.
+        order: How to arrange loading and recomputing; None = as the server does.
     """
 
     request_id: str
@@ -106,6 +110,7 @@ class LoadJob:
     start: int
     block_ids: tuple[int, ...]
     asynchronous: bool = False
+    order: LoadOrder | None = None
 
     @property
     def stop(self) -> int:
@@ -144,6 +149,26 @@ class StepJobs:
     dropped: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Span:
+    """One piece of a request's timeline.
+
+    Attributes:
+        kind: `load`: a layer's KV, or E, comes from the store. `enter`: E is turned into what
+            enters the group. `recompute`: one layer runs over the prefix. `wait`: the engine
+            stands still for want of data. `suffix`: the engine's forward pass from one layer's
+            attention to the next one's.
+        layer: Which; None where it is about no layer.
+        start: Seconds since 1970.
+        stop: Seconds since 1970.
+    """
+
+    kind: SpanKind
+    layer: int | None
+    start: float
+    stop: float
+
+
 @dataclass
 class LoadReport:
     """Worker to scheduler: how one load went.
@@ -155,6 +180,7 @@ class LoadReport:
         recompute_seconds: In the group's layers.
         wait_seconds: For which the engine stood still for want of data.
         reason: Why it failed; None if it did not.
+        spans: Its timeline, if the receiver keeps any.
     """
 
     loaded_bytes: int = 0
@@ -163,6 +189,7 @@ class LoadReport:
     recompute_seconds: float = 0.0
     wait_seconds: float = 0.0
     reason: Fallback | None = None
+    spans: list[Span] = field(default_factory=list)
 
     def merge(self, other: LoadReport) -> LoadReport:
         """Two ranks' reports of one load: bytes add up, the slower rank counts."""
@@ -173,6 +200,7 @@ class LoadReport:
             max(self.recompute_seconds, other.recompute_seconds),
             max(self.wait_seconds, other.wait_seconds),
             self.reason or other.reason,
+            self.spans + other.spans,
         )
 
 
@@ -191,6 +219,7 @@ class AuditRecord:
         num_loads: How often its prefix was loaded; more than once if it was preempted.
         lookup_seconds: Until the store had answered.
         asynchronous: Whether the request waited while the engine went on.
+        ended: When the request ended, in seconds since 1970.
         report: The worker's part.
         reason: Why the request was answered by its own prefill; None if it reused.
     """
@@ -205,6 +234,7 @@ class AuditRecord:
     num_loads: int = 0
     lookup_seconds: float = 0.0
     asynchronous: bool = False
+    ended: float = 0.0
     report: LoadReport = field(default_factory=LoadReport)
     reason: Fallback | None = None
 
@@ -213,6 +243,7 @@ class AuditRecord:
         table = {**vars(self), **vars(self.report)}
         del table["report"]
         table["reason"] = None if self.reason is None else str(self.reason)
+        table["spans"] = [[each.kind, each.layer, each.start, each.stop] for each in table["spans"]]
         return table
 
 
@@ -232,7 +263,7 @@ class Piece:
 
 
 def parse_ask(params: Mapping[str, Any] | None, num_layers: int) -> Ask:
-    """Read `{"droidkv": {"plan": "[12,24)"}}` or `{"droidkv": {"reuse": false}}`.
+    """Read `{"droidkv": {"plan": "[12,24)"}}`, with `order`, or `{"droidkv": {"reuse": false}}`.
 
     Args:
         params: A request's `kv_transfer_params`; keys of other connectors are left alone.
@@ -244,10 +275,10 @@ def parse_ask(params: Mapping[str, Any] | None, num_layers: int) -> Ask:
     value = (params or {}).get(PARAMS_KEY)
     if value is None:
         return Ask()
-    if not isinstance(value, Mapping) or not set(value) <= {"plan", "reuse"}:
+    if not isinstance(value, Mapping) or not set(value) <= {"plan", "reuse", "order"}:
         raise PlanError(
-            f"expected kv_transfer_params[{PARAMS_KEY!r}] to be a table with 'plan' or 'reuse', "
-            f"got {value!r}"
+            f"expected kv_transfer_params[{PARAMS_KEY!r}] to be a table with 'plan', 'reuse' or "
+            f"'order', got {value!r}"
         )
     plan, reuse = value.get("plan"), value.get("reuse", True)
     if not isinstance(reuse, bool) or not isinstance(plan, str | None):
@@ -255,7 +286,10 @@ def parse_ask(params: Mapping[str, Any] | None, num_layers: int) -> Ask:
             f"expected 'plan' to be a text like '[12,24)' and 'reuse' to be true or false, "
             f"got {value!r}"
         )
-    return Ask(None if plan is None else ReusePlan.parse(plan, num_layers), reuse)
+    order = value.get("order")
+    if order is not None and order not in LOAD_ORDERS:
+        raise PlanError(f"expected 'order' to be one of {', '.join(LOAD_ORDERS)}, got {order!r}")
+    return Ask(None if plan is None else ReusePlan.parse(plan, num_layers), reuse, order)
 
 
 def reusable_tokens(prompt_tokens: int, covered_tokens: int, chunk_tokens: int) -> int:

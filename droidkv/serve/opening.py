@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from urllib.parse import urlsplit
 
+from droidkv.content import cache_folder
 from droidkv.errors import ServeError, unknown_name
 from droidkv.serve.lmcache_settings import LMCacheSettings
 from droidkv.serve.store import MemoryStore, Store
@@ -23,6 +24,27 @@ class _Opened:
 
 _opened: dict[str, _Opened] = {}
 _lock = threading.Lock()
+
+
+def default_store() -> str:
+    """Address of the store that one user's processes on one machine share unless told otherwise."""
+    return f"fs://{cache_folder().absolute() / 'store'}"
+
+
+def lend_store(address: str, store: Store) -> None:
+    """Let connectors of this process use a store that the caller made, and closes himself.
+
+    Args:
+        address: `memory://NAME`, of a name that was not used before.
+        store: The store.
+
+    Raises:
+        ServeError: The name is taken, or no name for a store of this process.
+    """
+    with _lock:
+        if urlsplit(address).scheme != "memory" or address in _opened:
+            raise ServeError(f"expected a new memory://NAME, got {address!r}; choose another name")
+        _opened[address] = _Opened(store, num_users=1)
 
 
 def open_store(address: str, chunk_tokens: int) -> Store:

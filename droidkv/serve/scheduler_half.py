@@ -19,6 +19,7 @@ from droidkv.serve.connector_plan import (
     AuditRecord,
     Fallback,
     LoadJob,
+    LoadOrder,
     LoadReport,
     RequestView,
     SaveJob,
@@ -84,6 +85,7 @@ class _Tracked:
     lookup: Future[_Found] | None = None
     deadline: float = 0.0
     plan: ReusePlan | None = None
+    order: LoadOrder | None = None
     num_tokens: int = 0
     salt: str | None = None
 
@@ -118,6 +120,7 @@ class ReceiverScheduler:
         except PlanError:
             tracked.record.reason = Fallback.BAD_PLAN
             return
+        tracked.order = ask.order
         tracked.record.reason = self._obstacle(view, ask)
         if tracked.record.reason is None:
             tracked.deadline = deadline_in(self.rules.lookup_seconds)
@@ -180,6 +183,7 @@ class ReceiverScheduler:
                 start,
                 tuple(block_ids),
                 tracked.record.asynchronous,
+                tracked.order,
             )
         )
 
@@ -219,6 +223,7 @@ class ReceiverScheduler:
         if self._let_go(tracked):
             self._dropped.append(request_id)
             tracked.record.reason = Fallback.ABORTED
+        tracked.record.ended = time.time()
         self._on_record(tracked.record)
 
     def close(self) -> None:

@@ -54,6 +54,7 @@ class ServeSettings:
         tokens_per_step: Receiver: most prefix tokens recomputed in one engine step.
         content_hash: Take models' identities by content; False = by file sizes and times.
         audit: File that gets one JSON line per request.
+        timeline: Receiver: audit lines hold each load's timeline.
     """
 
     role: Role
@@ -75,6 +76,7 @@ class ServeSettings:
     tokens_per_step: int = 4096
     content_hash: bool = True
     audit: str | None = None
+    timeline: bool = False
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> ServeSettings:
@@ -104,6 +106,7 @@ class ServeSettings:
             tokens_per_step=fields.take("tokens_per_step", int, cls.tokens_per_step, minimum=1),
             content_hash=fields.take("content_hash", bool, True),
             audit=fields.optional("audit", str),
+            timeline=fields.take("timeline", bool, False),
         )
         fields.done()
         if settings.role == "receiver" and len(settings.profiles) > 1:

@@ -12,6 +12,7 @@ connector is made, since vLLM imports this module while it still builds its conf
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,8 @@ from droidkv.serve.connector_plan import (
     RequestView,
     StepJobs,
 )
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -72,7 +75,7 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._setup = read_setup(vllm_config, kv_cache_config)
         self._is_sender = self._setup.settings.role == "sender"
         self._requests: dict[str, Any] = {}
-        self._audit = _audit_writer(self._setup.settings.audit)
+        self._ended: list[dict[str, Any]] = []
         self._sender_scheduler: Any = None
         self._receiver_scheduler: Any = None
         self._model: Any = None
@@ -85,7 +88,7 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
             if self._is_sender:
                 self._sender_scheduler = SenderScheduler(self._setup.store.chunk_tokens)
             else:
-                self._receiver_scheduler = receiver_scheduler(self._setup, self._audit)
+                self._receiver_scheduler = receiver_scheduler(self._setup, self._on_record)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -96,6 +99,45 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def requires_kv_delivery(self) -> bool:
         """A cache on best effort: what is not stored is a later miss."""
         return False
+
+    # Seen from outside.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
+        from droidkv.serve.vllm_metrics import DroidKVStats
+
+        return DroidKVStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Any:
+        from droidkv.serve.vllm_metrics import DroidKVPromMetrics
+
+        return DroidKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def get_kv_connector_stats(self) -> Any:
+        """Requests that ended (in the scheduler) and chunks that were stored (beside the model)."""
+        ended, self._ended = self._ended, []
+        saves = {} if self._sender is None else self._sender.new_counts()
+        if not ended and not any(saves.values()):
+            return None
+        return self.build_kv_connector_stats({"requests": ended, "saves": saves})
+
+    def _on_record(self, record: AuditRecord) -> None:
+        table = record.to_json()
+        if self._setup.settings.audit is not None:
+            try:
+                with Path(self._setup.settings.audit).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(table, allow_nan=False) + "\n")
+            except OSError as error:  # a full disk is no reason to stop serving
+                _LOG.warning("the audit line of %s is lost: %s", record.request_id, error)
+        del table["spans"]
+        self._ended.append(table)
 
     # Scheduler side.
 
@@ -278,13 +320,3 @@ def _scheduled(output: Any) -> list[Any]:
         )
         for request_id, num_tokens in output.num_scheduled_tokens.items()
     ]
-
-
-def _audit_writer(path: str | None) -> Callable[[AuditRecord], None]:
-    def write(record: AuditRecord) -> None:
-        if path is not None:
-            line = json.dumps(record.to_json(), allow_nan=False) + "\n"
-            with Path(path).open("a", encoding="utf-8") as file:
-                file.write(line)
-
-    return write

@@ -131,7 +131,12 @@ class VllmPagedModel:
         return embedded
 
     def recompute(
-        self, group: LayerGroup, hidden: Tensor, start: int, block_ids: Sequence[int]
+        self,
+        group: LayerGroup,
+        hidden: Tensor,
+        start: int,
+        block_ids: Sequence[int],
+        on_layer: Callable[[int], None],
     ) -> None:
         num_tokens = hidden.shape[0]
         stop = start + num_tokens
@@ -163,6 +168,7 @@ class VllmPagedModel:
                 slot_mapping=dict.fromkeys(self._names, slots),
             ):
                 for layer in group.layers:
+                    on_layer(layer)
                     hidden, residual = self._layers[layer](positions, hidden, residual)
         except KeysAndValuesStored:
             pass

@@ -6,7 +6,8 @@ DroidKV connector starts no slower.
 
 from __future__ import annotations
 
-_CLASSES = {
+PLUGIN_GROUP, PLUGIN_NAME = "vllm.general_plugins", "droidkv"
+ARCHITECTURE_CLASSES = {
     "LlamaForCausalLM": "DroidKVLlama",
     "MistralForCausalLM": "DroidKVMistral",
     "Qwen2ForCausalLM": "DroidKVQwen2",
@@ -20,5 +21,5 @@ def register() -> None:
     """Register the subclasses of `droidkv.serve.vllm_models` under vLLM's own names."""
     from vllm import ModelRegistry
 
-    for architecture, name in _CLASSES.items():
+    for architecture, name in ARCHITECTURE_CLASSES.items():
         ModelRegistry.register_model(architecture, f"droidkv.serve.vllm_models:{name}")

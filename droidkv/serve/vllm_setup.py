@@ -197,6 +197,7 @@ def receiver_worker(setup: Setup, model: VllmPagedModel) -> ReceiverWorker:
         settings.load_seconds,
         settings.tokens_per_step,
         setup.pair.stitch,
+        settings.timeline,
     )
 
 

@@ -22,6 +22,8 @@ from droidkv.serve.connector_plan import (
     LoadOrder,
     LoadReport,
     SaveJob,
+    Span,
+    SpanKind,
     chunk_pieces,
     slots_of,
 )
@@ -57,12 +59,18 @@ class PagedModel(Protocol):
         """Hidden state that enters layer 0, `[num_tokens, hidden_size]`."""
 
     def recompute(
-        self, group: LayerGroup, hidden: Tensor, start: int, block_ids: Sequence[int]
+        self,
+        group: LayerGroup,
+        hidden: Tensor,
+        start: int,
+        block_ids: Sequence[int],
+        on_layer: Callable[[int], None],
     ) -> None:
         """Run `[num_tokens, hidden_size]` at positions from `start` on through a layer group.
 
         KV of the group's layers go into the request's blocks; those of tokens before `start` are
-        there already. Of the last layer only KV are computed.
+        there already. Of the last layer only KV are computed. `on_layer` is called with the number
+        of each layer before it runs.
         """
 
 
@@ -72,6 +80,36 @@ class PlanFailed(Exception):
     def __init__(self, reason: Fallback) -> None:
         super().__init__(str(reason))
         self.reason = reason
+
+
+class Timeline:
+    """Spans of one load, from two threads; keeps nothing unless asked to.
+
+    Args:
+        spans: Where they go.
+        is_kept: Whether they are kept.
+    """
+
+    def __init__(self, spans: list[Span], is_kept: bool) -> None:
+        self._spans = spans
+        self._is_kept = is_kept
+        self._open: tuple[SpanKind, int | None, float] | None = None
+
+    def add(self, kind: SpanKind, layer: int | None, start: float) -> None:
+        """A piece that began at `start`, as `time.time()` has it, and ends now."""
+        if self._is_kept:
+            self._spans.append(Span(kind, layer, start, time.time()))
+
+    def begin(self, kind: SpanKind, layer: int | None) -> None:
+        """The engine's thread turns to a piece; the one before it ends."""
+        self.end()
+        self._open = (kind, layer, time.time())
+
+    def end(self) -> None:
+        """The engine's thread is done with the piece that it began last."""
+        if self._open is not None:
+            self.add(*self._open)
+        self._open = None
 
 
 class Load:
@@ -85,6 +123,7 @@ class Load:
         order: How loading and recomputing are arranged.
         deadline: Moment to give up at.
         stitch: The pair's map, for plans that stitch.
+        timeline: Keep a timeline in the report.
     """
 
     def __init__(
@@ -96,13 +135,15 @@ class Load:
         order: LoadOrder,
         deadline: float,
         stitch: StitchMap | None,
+        timeline: bool = False,
     ) -> None:
         self.job = job
         self.report = LoadReport()
+        self.timeline = Timeline(self.report.spans, timeline)
         self._model = model
         self._store = store
         self._keys = keys
-        self._order = order
+        self._order = job.order or order
         self._deadline = deadline
         self._stitch = stitch
         self._pieces = chunk_pieces(job.start, job.stop, store.chunk_tokens)
@@ -180,11 +221,20 @@ class Load:
             return 0
         began = time.monotonic()
         try:
+            self.timeline.begin("enter", job.plan.group.start)
             hidden = self._entering(self._next_token, stop)
-            self._model.recompute(job.plan.group, hidden, self._next_token, job.block_ids)
+            self._model.recompute(
+                job.plan.group,
+                hidden,
+                self._next_token,
+                job.block_ids,
+                lambda layer: self.timeline.begin("recompute", layer),
+            )
         except Exception:  # a request that cannot be recomputed is prefilled
             self.fail(Fallback.RECOMPUTE_FAILED)
             return 0
+        finally:
+            self.timeline.end()
         self.report.recompute_seconds += time.monotonic() - began
         num_tokens = stop - self._next_token
         self.report.recomputed_tokens += num_tokens
@@ -193,12 +243,15 @@ class Load:
 
     def wait_for_layer(self, layer: int) -> None:
         """Return once a layer's KV is written, or the load has failed."""
+        self.timeline.end()
         event = self._written.get(layer)
         if event is not None and not self.failed:
-            self._wait(event)
+            self._wait(event, layer)
+        self.timeline.begin("suffix", layer)
 
     def wait_until_done(self) -> None:
         """Return once nothing is left to load, or the load has failed."""
+        self.timeline.end()
         if not self.failed:
             self._wait(self._done)
 
@@ -210,13 +263,14 @@ class Load:
         recomputed = not self.job.plan.group or self._next_token == self.job.stop
         return self.failed or (self._done.is_set() and recomputed)
 
-    def _wait(self, event: threading.Event) -> None:
+    def _wait(self, event: threading.Event, layer: int | None = None) -> None:
         if event.is_set():
             return
-        began = time.monotonic()
+        began, start = time.monotonic(), time.time()
         if not event.wait(max(self._deadline - began, 0.0)):
             self.fail(Fallback.LOAD_TIMEOUT)
         self.report.wait_seconds += time.monotonic() - began
+        self.timeline.add("wait", layer, start)
 
     def _entering(self, start: int, stop: int) -> Tensor:
         plan = self.job.plan
@@ -231,20 +285,24 @@ class Load:
         return self._stitch.apply(plan.transition, hidden)
 
     def _fetch_hidden(self, layer: int) -> Tensor:
+        start = time.time()
         keys = [self._keys[piece.chunk] for piece in self._pieces]
         chunks = self._store.get_hidden_chunks(keys, layer, self._deadline)
         self._check(chunks, (self._store.chunk_tokens, self._model.hidden_size))
+        self.timeline.add("load", layer, start)
         parts = [
             chunk[slice(*piece.inside)] for chunk, piece in zip(chunks, self._pieces, strict=True)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _fetch_kv(self, layer: int) -> tuple[Tensor, Tensor]:
+        start = time.time()
         keys = [self._keys[piece.chunk] for piece in self._pieces]
         pairs = self._store.get_kv_chunks(keys, layer, self._deadline)
         num_heads, head_dim = self._model.kv_shape
         shape = (num_heads, self._store.chunk_tokens, head_dim)
         self._check([tensor for pair in pairs for tensor in pair], shape)
+        self.timeline.add("load", layer, start)
         both = [
             [
                 pair[which][:, slice(*piece.inside)]
@@ -289,6 +347,7 @@ class ReceiverWorker:
         load_seconds: Longest time a load may take.
         tokens_per_step: Most tokens of waiting requests to recompute in one step.
         stitch: The pair's map.
+        timeline: Keep each load's timeline in its report.
     """
 
     def __init__(
@@ -300,7 +359,9 @@ class ReceiverWorker:
         load_seconds: float = 30.0,
         tokens_per_step: int = 4096,
         stitch: StitchMap | None = None,
+        timeline: bool = False,
     ) -> None:
+        self._timeline = timeline
         self._model = model
         self._store = store
         self._namespace = namespace
@@ -325,6 +386,7 @@ class ReceiverWorker:
                 self._order,
                 deadline_in(self._load_seconds),
                 self._stitch,
+                self._timeline,
             )
             self._pool.submit(_in_inference_mode, load.fetch)
             if job.asynchronous:
@@ -410,6 +472,7 @@ class SenderWorker:
         self.chunks_saved = 0
         self.chunks_without_hidden = 0
         self.chunks_failed = 0
+        self._told: dict[str, int] = {}
 
     def save(self, jobs: Iterable[SaveJob]) -> None:
         """After a step's forward pass: copy what it completed, and hand it to the store."""
@@ -450,6 +513,17 @@ class SenderWorker:
             self.chunks_saved += 1
         else:
             self.chunks_failed += 1
+
+    def new_counts(self) -> dict[str, int]:
+        """Chunks by outcome since this was last asked."""
+        counts = {
+            "stored": self.chunks_saved,
+            "failed": self.chunks_failed,
+            "without_hidden": self.chunks_without_hidden,
+        }
+        new = {outcome: count - self._told.get(outcome, 0) for outcome, count in counts.items()}
+        self._told = counts
+        return new
 
     def flush(self, seconds: float) -> bool:
         """Wait until all that was handed over can be read by others; False if it takes longer."""

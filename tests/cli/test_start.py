@@ -31,7 +31,8 @@ def test_every_command_of_the_requirement_is_there() -> None:
     assert {f"train {name}" for name in ("plain", "prefillshare", "icarus")} <= names
     assert {f"frontier {name}" for name in ("show", "plot", "pick", "diff")} <= names
     assert {"profile", "stitch", "probe", "verify", "calibrate", "doctor", "search", "ask"} <= names
-    assert {"bench sweep", "bench prefill"} <= names
+    assert {f"serve {name}" for name in ("sender", "receiver", "demo", "purge")} <= names
+    assert {"bench sweep", "bench prefill", "stats"} <= names
 
 
 @pytest.mark.parametrize("path", COMMANDS)
@@ -48,7 +49,9 @@ def test_help_has_examples_of_this_very_command(path: tuple[str, ...]) -> None:
 def test_options_of_the_examples_exist(path: tuple[str, ...]) -> None:
     command = COMMANDS[path]
     known = {name for parameter in command.params for name in parameter.opts}
-    for word in getattr(command, "examples", "").split():
+    examples: str = getattr(command, "examples", "")
+    own = [line.partition(" -- ")[0] for line in examples.splitlines()]
+    for word in " ".join(own).split():
         if word.startswith("--"):
             assert word in known, word
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -46,7 +46,12 @@ class FakePagedModel:
         return self.model.embed(torch.tensor([list(token_ids)]))[0]
 
     def recompute(
-        self, group: LayerGroup, hidden: Tensor, start: int, block_ids: Sequence[int]
+        self,
+        group: LayerGroup,
+        hidden: Tensor,
+        start: int,
+        block_ids: Sequence[int],
+        on_layer: Callable[[int], None],
     ) -> None:
         stop = start + hidden.shape[0]
         self.recomputed.append((start, stop))
@@ -62,7 +67,9 @@ class FakePagedModel:
         entering = hidden[None]
         with torch.no_grad():
             for layer in group.layers[:-1]:
+                on_layer(layer)
                 entering = self.model.run_layer(layer, entering, step, cache)
+            on_layer(group.stop - 1)
             self.model.store_kv(group.stop - 1, entering, step, cache)
         for layer in group.layers:
             keys, values = cache.layer(layer)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -360,3 +362,49 @@ def test_a_store_that_refuses_does_not_stop_the_sender() -> None:
     worker.flush(10)
     worker.close()
     assert worker.chunks_failed == 2
+
+
+def test_a_timeline_covers_every_layer(
+    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+) -> None:
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW, timeline=True)
+    workers.append(worker)
+    worker.start([job("[2,4)")])
+    for layer in range(NUM_LAYERS):
+        worker.wait_for_layer(layer)
+    spans = worker.end_step().reports["r"].spans
+    layers = {
+        kind: [span.layer for span in spans if span.kind == kind]
+        for kind in ("load", "enter", "recompute", "suffix")
+    }
+    assert layers == {
+        "load": [2, 0, 1, 4, 5],  # E of layer 2 first, then the reused layers
+        "enter": [2],
+        "recompute": [2, 3],
+        "suffix": list(range(NUM_LAYERS)),
+    }
+    assert all(span.start <= span.stop for span in spans)
+    engines = sorted((s.start, s.stop) for s in spans if s.kind != "load")
+    assert all(first[1] <= second[0] for first, second in pairwise(engines))
+
+
+def test_no_timeline_is_kept_unasked(
+    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+) -> None:
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
+    workers.append(worker)
+    worker.start([job("[2,4)")])
+    assert worker.end_step().reports["r"].spans == []
+
+
+def test_a_request_may_choose_its_order(
+    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+) -> None:
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW, timeline=True)
+    workers.append(worker)
+    worker.start([replace(job("[2,4)"), order="all_first")])
+    spans = worker.end_step().reports["r"].spans
+    loads = [span for span in spans if span.kind == "load"]
+    assert [span.layer for span in loads] == [2, 2, 3, 0, 1, 4, 5]
+    (first,) = (span for span in spans if span.kind == "recompute" and span.layer == 2)
+    assert first.start >= max(span.stop for span in loads)

@@ -1,0 +1,248 @@
+"""A sender, a receiver and a store between them: one document, answered each way over HTTP."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from droidkv.encode import EncodedItem, encode_shared
+from droidkv.errors import ServeError
+from droidkv.model_identity import load_tokenizer
+from droidkv.pair import ModelRef, Pair
+from droidkv.servable import servable_folder
+from droidkv.serve.audit import read_audit
+from droidkv.serve.connector_plan import AuditRecord
+from droidkv.serve.http_client import complete, read_text
+from droidkv.serve.launch import launch
+from droidkv.serve.processes import ServerProcess, free_port, serving
+from droidkv.serve.settings import ServeSettings
+from droidkv.tasks import Item, Task
+
+# What a request says to be answered so; None = what the server picks.
+WAYS: tuple[tuple[str, dict[str, Any] | None], ...] = (
+    ("full prefill", {"droidkv": {"reuse": False}}),
+    ("naive reuse", {"droidkv": {"plan": "[0,0)"}}),
+    ("picked plan", None),
+)
+_MODEL = "demo"
+_FLAGS = ("--enforce-eager", "--max-num-seqs", "4", "--max-model-len", "4096")
+_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+_START_SECONDS = 600.0
+_STORED_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """What to show.
+
+    Attributes:
+        profile: The pair's profile.
+        folder: For logs, the audit file and, without `store`, the store; emptied first.
+        store: Where caches lie; None = a folder.
+        chunk_tokens: Tokens in one chunk.
+        dtype: Of both models.
+        max_loss: Largest loss of the picked plan.
+        repeats: Timed runs of each question and way.
+    """
+
+    profile: Path
+    folder: Path
+    store: str | None = None
+    chunk_tokens: int = 64
+    dtype: str = "float32"
+    max_loss: float = 5.0
+    repeats: int = 1
+
+
+def shared_document(items: Iterator[Item], num_questions: int) -> list[Item]:
+    """The first items, all of which ask about one and the same text.
+
+    Raises:
+        ServeError: The task asks fewer questions about one text.
+    """
+    first = next(items)
+    shared = [first]
+    for item in items:
+        if len(shared) == num_questions or item.prefix != first.prefix:
+            break
+        shared.append(item)
+    if len(shared) < num_questions:
+        raise ServeError(
+            f"expected {num_questions} questions about one text, got {len(shared)}; ask for fewer, "
+            "or give the task options that make more"
+        )
+    return shared
+
+
+def run_demo(
+    pair: Pair,
+    task: Task,
+    items: Sequence[Item],
+    settings: DemoSettings,
+    on_progress: Callable[[str, int, int], None],
+) -> dict[str, Any]:
+    """Start both servers, let the sender read the document, and ask the receiver.
+
+    Args:
+        pair: The pair.
+        task: Scores the answers.
+        items: Questions about one text; see `shared_document`.
+        settings: What to show.
+        on_progress: Told of each step.
+
+    Raises:
+        ServeError: A server did not start, or nothing was reused.
+    """
+    folder = settings.folder
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    audit = folder / "audit.jsonl"
+    store = settings.store or f"fs://{(folder / 'store').absolute()}"
+    num_steps = 3 + (1 + settings.repeats * len(items)) * len(WAYS)
+    steps = count(1)
+
+    def step() -> None:
+        on_progress("demo", next(steps), num_steps)
+
+    shared = {"store": store, "chunk_tokens": settings.chunk_tokens}
+    profiles = (str(settings.profile.absolute()),)
+    roles = {
+        "sender": (pair.sender, ServeSettings(role="sender", profiles=profiles, **shared)),  # type: ignore[arg-type]
+        "receiver": (
+            pair.receiver,
+            ServeSettings(
+                role="receiver",
+                profiles=profiles,
+                max_loss=settings.max_loss,
+                audit=str(audit.absolute()),
+                timeline=True,
+                **shared,  # type: ignore[arg-type]
+            ),
+        ),
+    }
+    folders = {role: servable_folder(ref, settings.dtype) for role, (ref, _) in roles.items()}
+    sends, receives = [
+        load_tokenizer(ModelRef(str(path.absolute())), path) for path in folders.values()
+    ]
+    encoded = [encode_shared(item, sends, receives, pair.chat) for item in items]
+    with ExitStack() as servers:
+        running: dict[str, ServerProcess] = {}
+        for role, (_, role_settings) in roles.items():
+            started = launch(role_settings, folders[role], settings.dtype, (_MODEL,), _FLAGS)
+            running[role] = servers.enter_context(
+                serving(started, free_port(), folder / f"{role}.log", _ENVIRONMENT)
+            )
+        for server in running.values():
+            server.wait_until_ready(_START_SECONDS)
+            step()
+        complete(running["sender"].url, _MODEL, encoded[0].prefix_ids, 1)
+        step()
+        asker = _Asker(running["receiver"].url, audit)
+        asker.wait_until_stored(encoded[0], task.max_new_tokens)
+        rows = []
+        for way, params in WAYS:  # a first run of each pays for what is done once
+            asker.ask(encoded[0], task.max_new_tokens, way, params)
+            step()
+        for _ in range(settings.repeats):
+            for item, tokens in zip(items, encoded, strict=True):
+                for way, params in WAYS:
+                    row = asker.ask(tokens, task.max_new_tokens, way, params)
+                    rows.append({**row, "id": item.id, "score": task.score(item, row["text"])})
+                    step()
+        metrics = read_text(f"{running['receiver'].url}/metrics")
+    return {
+        "pair": pair.name,
+        "profile": str(settings.profile),
+        "store": store,
+        "chunk_tokens": settings.chunk_tokens,
+        "prefix_tokens": len(encoded[0].prefix_ids),
+        "suffix_tokens": round(statistics.mean(len(each.suffix_ids) for each in encoded)),
+        "ways": _ways(rows),
+        "answers": rows,
+        "metrics": [line for line in metrics.splitlines() if line.startswith("droidkv_")],
+        "audit": str(audit),
+    }
+
+
+class _Asker:
+    """Asks the receiver, and finds what its audit file says of the request."""
+
+    def __init__(self, url: str, audit: Path) -> None:
+        self._url, self._audit = url, audit
+        self._salts = count()
+
+    def ask(
+        self, item: EncodedItem, max_tokens: int, way: str, params: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        # A salt of its own: the receiver's prefix cache must not answer instead.
+        answer = complete(
+            self._url,
+            _MODEL,
+            item.prefix_ids + item.suffix_ids,
+            max_tokens,
+            params,
+            f"demo-{next(self._salts)}",
+        )
+        record = self._record(answer.request_id)
+        return {
+            "way": way,
+            "text": answer.text.strip(),
+            "ttft_seconds": answer.ttft_seconds,
+            "plan": record.plan,
+            "advertised_tokens": record.advertised_tokens,
+            "loaded_bytes": record.report.loaded_bytes,
+            "recomputed_layers": record.recomputed_layers,
+            "reason": None if record.reason is None else str(record.reason),
+        }
+
+    def wait_until_stored(self, item: EncodedItem, max_tokens: int) -> None:
+        """Ask until something is reused: the sender stores in the background."""
+        give_up_at = time.monotonic() + _STORED_SECONDS
+        while True:
+            row = self.ask(item, max_tokens, "picked plan", None)
+            if row["reason"] is None:
+                return
+            if time.monotonic() > give_up_at or row["reason"] not in ("not_covered", "load_absent"):
+                raise ServeError(
+                    f"expected the receiver to reuse the sender's cache, but the reason against it "
+                    f"was {row['reason']!r} with the plan {row['plan']}; see {self._audit.parent}"
+                )
+            time.sleep(1.0)
+
+    def _record(self, request_id: str) -> AuditRecord:
+        give_up_at = time.monotonic() + 10.0
+        while time.monotonic() < give_up_at:
+            if self._audit.exists():
+                for record in reversed(read_audit(self._audit)):
+                    if record.request_id.startswith(request_id):
+                        return record
+            time.sleep(0.02)
+        raise ServeError(f"expected an audit line of {request_id} in {self._audit}, got none")
+
+
+def _ways(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    ways = []
+    for way, _ in WAYS:
+        own = [row for row in rows if row["way"] == way]
+        ttft = statistics.median(row["ttft_seconds"] for row in own)
+        ways.append(
+            {
+                "way": way,
+                "plan": own[0]["plan"],
+                "recomputed_layers": own[0]["recomputed_layers"],
+                "loaded_bytes": own[0]["loaded_bytes"],
+                "advertised_tokens": own[0]["advertised_tokens"],
+                "median_ttft_seconds": ttft,
+                "mean_score": statistics.mean(row["score"] for row in own),
+                "num_answers": len(own),
+            }
+        )
+    full = ways[0]["median_ttft_seconds"]
+    return [{**way, "ratio": full / way["median_ttft_seconds"]} for way in ways]

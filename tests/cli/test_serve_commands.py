@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import error_of, run, run_json
+
+from droidkv.serve.connector_plan import AuditRecord, Fallback, LoadReport, Span
+from droidkv.serve.settings import ServeSettings
+
+
+def started(*arguments: object) -> dict[str, Any]:
+    """The machine-readable form; a machine without vLLM is not fit, and says so by its code."""
+    from droidkv.serve.launch import vllm_version
+
+    code = 0 if vllm_version() is not None else 1
+    value: dict[str, Any] = json.loads(
+        run("serve", arguments[0], "--json", *arguments[1:], code=code).stdout
+    )
+    assert value["fit"] == (code == 0)
+    return value
+
+
+def settings_of(value: dict[str, Any]) -> ServeSettings:
+    return ServeSettings.from_table(value["kv_transfer_config"]["kv_connector_extra_config"])
+
+
+def test_a_receiver_is_shown(profiled: Path) -> None:
+    value = started(
+        *("receiver", "tiny", "--profile", profiled, "--plan", "[1,3)", "--store", "memory://x"),
+        *("--order", "reused_first", "--load-deadline", "500ms", "--audit", "audit.jsonl"),
+        *("--print", "--", "--port", "8002"),
+    )
+    settings = settings_of(value)
+    assert (settings.role, settings.plan, settings.order) == ("receiver", "[1,3)", "reused_first")
+    assert settings.load_seconds == 0.5
+    assert settings.audit == str(Path("audit.jsonl").absolute())
+    assert value["command"][-2:] == ["--port", "8002"]
+    assert value["names"][0] == "tiny"
+    assert {"plan", "model"} <= {c["name"] for c in value["checks"] if c["status"] == "ok"}
+
+
+def test_a_sender_is_shown(profiled: Path) -> None:
+    base = ("sender", "tiny", "--store", "memory://x", "--print")
+    by_profile = settings_of(started(*base, "--profile", profiled))
+    assert by_profile.profiles == (str(profiled),)
+    by_plan = settings_of(started(*base, "--plan", "[1,3)", "--plan", "[2,4)"))
+    assert (by_plan.profiles, by_plan.hidden_layers) == ((), (1, 2))
+
+
+def test_a_server_that_would_fail_is_not_started(profiled: Path) -> None:
+    options = ("--profile", profiled, "--store", "memory://x", "--", "--tensor-parallel-size", "2")
+    shown = run("serve", "sender", "tiny", *options, code=1)
+    assert "tensor_parallel_size" in shown.stdout
+
+
+def test_mistakes_are_named(profiled: Path) -> None:
+    refused = ("serve", "sender", "tiny", "--profile", profiled, "--", "--kv-transfer-config", "{}")
+    assert "--kv-transfer-config" in run(*refused, code=2).stderr
+    assert "one sender" in error_of("serve", "sender", "tiny", "smollm2-records")
+    assert "exclude" in error_of(
+        *("serve", "sender", "tiny", "--profile", profiled, "--plan", "[0,0)")
+    )
+    assert "--audit" in error_of("serve", "receiver", "tiny", "--timeline")
+    assert "lm://" in error_of("serve", "purge", "tiny", "--store", "lm://127.0.0.1:1")
+
+
+def test_a_namespace_is_purged(tmp_path: Path) -> None:
+    value = run_json("serve", "purge", "tiny", "--store", f"fs://{tmp_path}")
+    assert value["removed"] == 0
+    (tmp_path / f"{value['namespace']}@1@0@ff@uint8@0.data").touch()
+    assert run_json("serve", "purge", "tiny", "--store", f"fs://{tmp_path}")["removed"] == 1
+
+
+@pytest.fixture
+def audit(tmp_path: Path) -> Path:
+    report = LoadReport(1000, 64, 0.1, 0.1, 0.25, spans=[Span("load", 0, 1.0, 1.5)])
+    records = [
+        AuditRecord("cmpl-1", "[1,3)", advertised_tokens=64, num_loads=1, report=report),
+        AuditRecord("cmpl-2", reason=Fallback.TOO_SHORT),
+    ]
+    path = tmp_path / "audit.jsonl"
+    path.write_text("".join(json.dumps(record.to_json()) + "\n" for record in records))
+    return path
+
+
+def test_stats_count_and_trace(audit: Path, tmp_path: Path) -> None:
+    value = run_json("stats", audit)
+    assert value["num_requests"] == 2
+    assert [(each["name"], each["num_requests"]) for each in value["outcomes"]] == [
+        ("reused", 1),
+        ("too_short", 1),
+    ]
+    assert value["plans"][0]["wait_seconds"]["p50"] == 0.25
+    shown = run("stats", audit, "--request", "cmpl-1", "--trace", tmp_path / "t.json").stdout
+    assert "[1,3)" in shown and "too_short" not in shown
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert "--timeline" in error_of(
+        *("stats", audit, "--request", "cmpl-2", "--trace", tmp_path / "u.json")
+    )
