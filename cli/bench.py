@@ -132,7 +132,10 @@ def prefill(
     layers: tuple[int, ...],
     repeats: int,
 ) -> None:
-    """Time the partial prefill against the stock model's own, by number of recomputed layers."""
+    """Time the partial against the full prefill.
+
+    By number of recomputed layers; the full prefill is the stock model's own.
+    """
     sender, receiver = _models(pair_name, dtype, device)
 
     from droidkv.bench.prefill import SHARES, bench_prefill

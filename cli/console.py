@@ -66,11 +66,11 @@ class Console:
         else:
             click.echo(f"Error: {message}" + (f"\n{hint}" if hint else ""), err=True)
 
-    def progress(self, stage: str, done: int, total: int) -> None:
-        """Show how far a long piece of work is."""
+    def progress(self, stage: str, done: int, total: int, detail: str = "") -> None:
+        """Show how far a long piece of work is, and a detail that changes as it goes."""
         if not self.quiet:
             self._progress = self._progress or Progress(sys.stderr)
-            self._progress(stage, done, total)
+            self._progress(stage, done, total, detail)
 
     def listen(self) -> None:
         """Show what the library logs, such as a download, as notes."""

@@ -124,7 +124,7 @@ def _report_usage(console: Console, error: click.UsageError) -> int:
 def _report_os_error(console: Console, error: OSError) -> int:
     message = f"the system answered: {error}; check the path, the free space and the permissions"
     try:
-        console.error(type(error).__name__, message, exits.BAD_INPUT, console.resume_hint)
+        console.error(type(error).__name__, message, exits.BAD_INPUT)
     except OSError:  # stdout itself is what failed
         click.echo(f"Error: {message}", err=True)
     # Else the interpreter tries once more to write what is left, and complains.

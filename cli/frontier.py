@@ -120,7 +120,10 @@ def plot(
     calibration_file: Path | None,
     output: Path | None,
 ) -> None:
-    """Draw the frontier, and the loss of every group by start and stop, as PNG files."""
+    """Draw the frontier and a heat map as PNG files.
+
+    The heat maps, one per family, show the loss of every group by start and stop.
+    """
     from droidkv.plan import OPERATORS
     from droidkv.plots import plot_frontier, plot_heat_map
 
@@ -167,10 +170,11 @@ def pick(
     bandwidth: float | None,
     calibration_file: Path | None,
 ) -> int:
-    """Choose the plan to run: the cheapest within the loss, or the best within the SLO.
+    """Choose the plan to run.
 
-    Picks by the profile's confirmation, NAME.confirm.json, where `droidkv confirm` made one. Says
-    what bound the choice, and when reuse does not pay. Exits with 1 if no plan meets the SLO.
+    It is the cheapest within the loss; with an SLO, the one of least loss within both. Picks by
+    the profile's confirmation, NAME.confirm.json, where `droidkv confirm` made one. Says what
+    bound the choice, and when reuse does not pay. Exits with 1 if no plan meets the SLO.
     """
     from droidkv.policy import DEFAULT_MAX_LOSS
     from droidkv.policy import pick as pick_plan
@@ -218,7 +222,10 @@ def pick(
 def diff(
     console: Console, before_name: str, after_name: str, objective: str | None, cost: Any
 ) -> None:
-    """Show which plans entered or left the frontier between two profiles."""
+    """Show which plans entered or left the frontier.
+
+    Between two profiles: of one pair over time, or of two pairs.
+    """
     from droidkv.objectives import diff_fronts
 
     if cost == "ttft":
@@ -228,6 +235,8 @@ def diff(
     (before_path, before), (after_path, after) = (
         read_named_profile(name) for name in (before_name, after_name)
     )
+    if before.pair != after.pair:
+        console.note(f"of two pairs: {before.pair!r} before, {after.pair!r} after")
     chosen = choose_objective(before, objective)
     changes = diff_fronts(before, after, chosen, cost)
     value = {

@@ -43,7 +43,10 @@ def find_profile(name_or_path: str) -> Path:
     known = known_profiles()
     if name_or_path not in known:
         looked = ", ".join(map(str, profile_folders()))
-        raise ProfileError(f"{unknown_name('profile', name_or_path, known)}. Looked in: {looked}")
+        raise ProfileError(
+            f"{unknown_name('profile', name_or_path, known)}. Looked in: {looked}; "
+            f"`droidkv profile PAIR` makes one"
+        )
     return known[name_or_path]
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     "--share",
     default=0.05,
     show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
     help="A layer is critical if reusing it alone costs this share of reusing all.",
 )
 @click.option(

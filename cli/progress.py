@@ -11,7 +11,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Callable as `progress(stage, done, total)`, from one thread.
+    """Callable as `progress(stage, done, total)`, from one thread; a detail may come last.
 
     Args:
         stream: Where the line goes.
@@ -27,7 +27,7 @@ class Progress:
         self._done_before = self._told = 0
         self._line_is_open = False
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
+    def __call__(self, stage: str, done: int, total: int, detail: str = "") -> None:
         now = self._clock()
         is_new = stage != self._stage
         if is_new:
@@ -39,7 +39,7 @@ class Progress:
         if not (is_new or is_last or now - self._shown >= wait):
             return
         self._shown, self._told = now, done
-        self._write(self._text(done, total, now - self._started))
+        self._write(self._text(done, total, detail, now - self._started))
         if is_last:
             self.close()
 
@@ -50,8 +50,8 @@ class Progress:
             self._stream.flush()
             self._line_is_open = False
 
-    def _text(self, done: int, total: int, seconds: float) -> str:
-        text = f"{self._stage} {done}/{total}"
+    def _text(self, done: int, total: int, detail: str, seconds: float) -> str:
+        text = f"{self._stage} {done}/{total}" + (f", {detail}" if detail else "")
         here = done - self._done_before  # a resumed run found some of it done
         if done >= total:
             return f"{text}, {duration(seconds)}"

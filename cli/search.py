@@ -111,8 +111,11 @@ def search(
     )
 
     from droidkv.profile_job import ProfileSettings
+    from droidkv.search import SearchSettings
 
     from .search_run import SearchRun
+
+    search_settings = SearchSettings(sampler=sampler, loss=loss, seed=seed, worker=worker)
 
     settings = ProfileSettings(
         task=task,
@@ -132,7 +135,7 @@ def search(
         f"{wanted} of {run.num_evaluations} evaluations, about "
         f"{duration(wanted * run.seconds_per_evaluation())} on this machine"
     )
-    found = run.search(wanted, sampler, loss, worker, first_plans)
+    found = run.search(wanted, search_settings, first_plans)
     value, lines = summary(target, run.write(found, command_line()))
     value |= {
         "num_evaluations": found.num_evaluations,

@@ -6,7 +6,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from droidkv.cache import CapturedCache
 from droidkv.capture import capture
@@ -75,18 +74,14 @@ class SearchRun:
     def search(
         self,
         budget: int,
-        sampler: str,
-        loss: Any,
-        worker: int,
+        search_settings: SearchSettings,
         first_plans: Sequence[ReusePlan] = (),
     ) -> SearchResult:
         """Search until the study has used up the budget.
 
         Args:
             budget: Evaluations of a plan on an item.
-            sampler: Name of one of `droidkv.search.SAMPLERS`.
-            loss: What is minimised besides layers.
-            worker: Tells the processes of one study apart.
+            search_settings: How to search.
             first_plans: Tried before anything is sampled; those out of the space are left out.
         """
         settings = self._job.settings
@@ -97,7 +92,7 @@ class SearchRun:
             space,
             self.evaluate,
             len(self._job.items),
-            SearchSettings(sampler=sampler, loss=loss, seed=settings.seed, worker=worker),
+            search_settings,
             self.study_file,
             [plan for plan in first_plans if plan in self._plans],
             identity=self._job.key(),

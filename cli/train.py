@@ -108,11 +108,12 @@ def prefillshare(
     pair_file: Path | None,
     **options: Any,
 ) -> None:
-    """Train a receiver that answers from the base's KV of the prefix (PrefillShare).
+    """Train a receiver to answer from the base's KV.
 
-    The sender is the frozen base. It reads the prefix; the receiver reads question and answer
-    behind its KV, which is the empty plan. PAIR is the pair of the ordinary fine-tune, whose
-    recipe is taken over, or the pair that this command made before.
+    This is PrefillShare's cache-conditioned fine-tuning. The sender is the frozen base. It reads
+    the prefix; the receiver reads question and answer behind its KV, which is the empty plan. PAIR
+    is the pair of the ordinary fine-tune, whose recipe is taken over, or the pair that this command
+    made before.
     """
     _train(console, _full_share(pair_name, "prefillshare", method, pair_file), None, options)
 
@@ -128,11 +129,12 @@ def prefillshare(
 @run_options
 @click.pass_obj
 def icarus(console: Console, /, pair_name: str, pair_file: Path | None, **options: Any) -> None:
-    """Train an adapter that decodes from the base's KV of every token (ICaRus).
+    """Train an adapter that never writes KV of its own.
 
-    The sender is the frozen base and the logical encoder; the adapter, on q, o and the MLP, is the
-    logical decoder. PAIR is the pair of the ordinary fine-tune, whose recipe is taken over, or the
-    pair that this command made before.
+    This is ICaRus: it decodes from the base's KV of every token. The sender is the frozen base and
+    the logical encoder; the adapter, on q, o and the MLP, is the logical decoder. PAIR is the pair
+    of the ordinary fine-tune, whose recipe is taken over, or the pair that this command made
+    before.
     """
     _train(console, _full_share(pair_name, "icarus", None, pair_file), None, options)
 
@@ -185,7 +187,7 @@ def _train(console: Console, pair: Pair, output: Path | None, options: Options) 
         pair,
         target,
         settings,
-        lambda step, steps, loss: console.progress(f"loss {loss:.3f}, step", step, steps),
+        lambda step, steps, loss: console.progress("step", step, steps, f"loss {loss:.3f}"),
         base,
     )
     if is_new:

@@ -68,13 +68,15 @@ def load_model(
         content_hash: As `droidkv.model_identity.weights_identity`.
 
     Raises:
-        LoadError: A file cannot be had, is damaged, or does not fit the rest.
+        LoadError: A file cannot be had, is damaged, or does not fit the rest; or there is no such
+            dtype or device.
         IdentityError: The adapter was trained on another base.
         UnsupportedModelError: The architecture or the adapter's kind cannot be served.
         StorageError: A file could not be read or written.
     """
     if dtype not in DTYPES:
         raise LoadError(unknown_name("dtype", dtype, DTYPES))
+    _check_device(device)
     config = load_config(ref)
     check_supported(config)
     adapter = NONE
@@ -132,6 +134,16 @@ def check_pair_configs(pair: Pair) -> None:
     check_supported(sender)
     check_supported(receiver)
     check_compatible(sender, receiver, pair.allow_extra_tokens)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(1, device=device).sum().item()
+    except (RuntimeError, AssertionError, NotImplementedError) as cause:
+        raise LoadError(
+            f"expected a device that PyTorch has here, such as 'cpu' or, with an NVIDIA GPU, "
+            f"'cuda', got {device!r}: {str(cause).splitlines()[0]}"
+        ) from cause
 
 
 def _read_weights(folder: Path, config: Any, ref: ModelRef, dtype: torch.dtype) -> Any:

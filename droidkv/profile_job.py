@@ -75,6 +75,8 @@ class ProfileSettings:
         for name in ("num_items", "granularity", "calibration_items", "rank"):
             if getattr(self, name) < 1:
                 raise ProfileError(f"expected {name} >= 1, got {getattr(self, name)}")
+        if not 0 < self.ridge < float("inf"):
+            raise ProfileError(f"expected ridge > 0, got {self.ridge}")
         if not self.operators:
             raise ProfileError("expected at least one operator, got none; 'copy' is the paper's")
         if self.decode not in DECODES:

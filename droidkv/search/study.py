@@ -17,10 +17,10 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState
 
-from droidkv.errors import PlanError
+from droidkv.errors import PlanError, unknown_name
 from droidkv.plan import ReusePlan
 from droidkv.records import PlanRecord
-from droidkv.search.base import Drift, Evaluate, Loss, PlanCost, SearchSpace, one_evaluation
+from droidkv.search.base import LOSSES, Drift, Evaluate, Loss, PlanCost, SearchSpace, one_evaluation
 from droidkv.search.history import (
     HistoryReader,
     PlanHistory,
@@ -29,7 +29,7 @@ from droidkv.search.history import (
     write_result,
 )
 from droidkv.search.racing import RacingRule, SureRace
-from droidkv.search.samplers import make_sampler
+from droidkv.search.samplers import SAMPLERS, make_sampler
 from droidkv.search.storage import open_study, require_definition
 
 # Between the seeds of two workers, so that those of neighbouring searches do not meet.
@@ -51,6 +51,9 @@ class SearchSettings:
         racing: When a plan is stopped before its last item.
         seed: Of sampler and item order.
         worker: Tells the processes of one study apart; each needs another one.
+
+    Raises:
+        PlanError: There is no such sampler or loss.
     """
 
     sampler: str = "frontier"
@@ -58,6 +61,12 @@ class SearchSettings:
     racing: RacingRule = field(default_factory=SureRace)
     seed: int = 0
     worker: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sampler not in SAMPLERS:
+            raise PlanError(unknown_name("sampler", self.sampler, SAMPLERS))
+        if self.loss not in LOSSES:
+            raise PlanError(unknown_name("loss", self.loss, LOSSES))
 
 
 @dataclass(frozen=True)

@@ -191,6 +191,27 @@ def test_a_disk_that_refuses_keeps_the_old_file(smooth: Path) -> None:
     assert [path.name for path in Path().iterdir()] == [old.name]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("profile", "tiny", "--device", "gpu"), "'gpu'"),
+        (("verify", "tiny", "--device", "cuda:99"), "'cuda:99'"),
+        (("profile", "tiny", "--dtype", "float99"), "Did you mean 'float32'?"),
+        (("profile", "tiny", "--ridge", -1), "ridge > 0, got -1"),
+        (("profile", "tiny", "--ridge", "nan"), "ridge > 0, got nan"),
+        (("probe", "tiny", "--share", -1), "'--share'"),
+        (("search", "tiny", "--sampler", "randon"), "Did you mean 'random'?"),
+        (("search", "tiny", "--loss", "k1"), "Known: disagreement, kl, top1_error"),
+        (("ask", "tiny"), "`droidkv profile PAIR` makes one"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused_before_anything_is_written(
+    arguments: tuple[object, ...], complaint: str
+) -> None:
+    assert complaint in error_of(*arguments)
+    assert not list(Path().iterdir())
+
+
 def on_a_small_disk(script: str, *command: object) -> subprocess.CompletedProcess[str]:
     """Run a shell script with a file system of 16 KiB at `disk`; `$@` in it is the command."""
     Path("disk").mkdir()

@@ -150,6 +150,8 @@ def test_diff(smooth: Path, tmp_path: Path) -> None:
     for change in changes:
         assert change["was_on_front"] != change["is_on_front"]
     assert "loss of 8 items" in run("frontier", "diff", smooth, other).stdout
+    write_profile(other, dataclasses.replace(smooth_profile(12), pair="another"))
+    assert "'another' after" in run("frontier", "diff", smooth, other).stderr
     assert "no calibration" in error_of("frontier", "diff", smooth, other, "--cost", "ttft")
 
 

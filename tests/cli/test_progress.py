@@ -60,6 +60,15 @@ def test_the_end_of_a_stage_is_told_once() -> None:
     assert stream.getvalue().count("map") == 1
 
 
+def test_a_detail_may_change_without_losing_the_time_left() -> None:
+    stream, clock = Terminal(), Clock()
+    progress = Progress(stream, clock)
+    for done in range(3):
+        progress("step", done, 4, f"loss {9 - done}")
+        clock.now += 30
+    assert stream.getvalue().endswith("step 2/4, loss 7, about 1 min 0 s left")
+
+
 def test_a_new_stage_gets_a_line_at_once() -> None:
     stream = io.StringIO()
     progress = Progress(stream, Clock())

@@ -58,7 +58,10 @@ def test_options_of_the_examples_exist(path: tuple[str, ...]) -> None:
 
 def test_help_lists_every_command_without_cutting_its_sentence() -> None:
     shown = run("--help").stdout
-    assert "..." not in shown.partition("Commands:")[2]
+    groups = {path[:-1] for path in COMMANDS}
+    assert {(), ("frontier",), ("bench",)} <= groups
+    for group in groups:
+        assert "..." not in run(*group, "--help").stdout.partition("Commands:")[2], group
     assert "Exit codes: 0 ok" in shown
 
 
