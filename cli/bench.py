@@ -170,6 +170,72 @@ def prefill(
     console.result(result, [*lines, *table(header, rows, "><")])
 
 
+@bench.command(
+    examples="""
+    droidkv bench icarus --json > icarus.json
+    droidkv bench icarus --pair tiny --prefix-tokens 32 --batch 1 --decoders 2
+    """
+)
+@bench_options
+@click.option("--prefix-tokens", default=512, show_default=True, help="Tokens read before.")
+@click.option("--steps", default=8, show_default=True, help="Decoding steps of one timed run.")
+@click.option("--repeats", default=5, show_default=True, help="Timed runs; the median counts.")
+@click.option(
+    "--batch", "batches", type=int, multiple=True, help="Rows. Repeatable; default: 1, 8, 32."
+)
+@click.option(
+    "--decoders", type=int, multiple=True, help="On one prefix. Repeatable; default: 1, 2, 4, 8."
+)
+@click.pass_obj
+def icarus(
+    console: Console,
+    pair_name: str,
+    dtype: str,
+    device: str,
+    seed: int,
+    prefix_tokens: int,
+    steps: int,
+    repeats: int,
+    batches: tuple[int, ...],
+    decoders: tuple[int, ...],
+) -> None:
+    """Time the fused step of ICaRus.
+
+    It is timed against two separate passes and against plain models. The base is the pair's sender; the adapters are random.
+    """
+    from droidkv.bench.icarus import BATCHES, DECODERS, bench_icarus
+    from droidkv.loading import load_model
+    from droidkv.pair import read_pair
+
+    base = load_model(read_pair(pair_name).sender, dtype, device)
+    result: dict[str, Any] = bench_icarus(
+        base.model,
+        batches or BATCHES,
+        decoders or DECODERS,
+        prefix_tokens,
+        steps,
+        repeats,
+        seed,
+        command_line(),
+        console.progress,
+    )
+    ways = ("fused", "two_passes", "two_passes_one_copy", "plain")
+    rows = [
+        (
+            f"{row['rows']} x {row['decoders']}",
+            *(f"{row['seconds'][way]:.3f}" for way in ways),
+            f"{row['two_passes_ratio']:.2f}x",
+            f"{row['two_passes_one_copy_ratio']:.2f}x",
+            f"{row['overhead_over_plain']:.2f}",
+        )
+        for row in [*result["by_batch"], *result["by_decoders"]]
+    ]
+    timed = ("fused, s", "two passes, s", "beside, s", "plain, s")
+    header = ("rows x decoders", *timed, "faster than two", "than beside", "of plain's time")
+    lines = [f"{prefix_tokens} tokens read, {steps} steps, median of {repeats}"]
+    console.result(result, [*lines, *table(header, rows, "><")])
+
+
 def _models(pair_name: str, dtype: str, device: str) -> tuple[LoadedModel, LoadedModel]:
     from droidkv.loading import load_pair
     from droidkv.pair import read_pair

@@ -35,7 +35,6 @@ SUPPORTED: Mapping[str, str] = {
 _ROPE_BY_LAYER_TYPE = {"gemma3_text"}
 _ATTENTION_KERNELS = {"sdpa", "eager"}
 _SHARED_READ = "droidkv_shared_read"
-_ENCODER = "__base__"  # PEFT's name for rows without an adapter
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -167,20 +166,20 @@ class TwoStreamModel(DecoderModel):
     """An identical-cache model (ICaRus): a frozen encoder writes KV, adapters decode from it.
 
     Both streams are one model: without an adapter it is the logical encoder, with one a logical
-    decoder. A hidden state holds the encoder's and then the decoder's,
+    decoder. For inference only. A hidden state holds the encoder's and then the decoder's,
     `[batch, seq_len, 2 * hidden_size]`, and one call of a layer carries both: their rows are
     stacked, so weights are read once, and their queries are put together along the heads, so KV
     are read once. KV of the decoder's rows are dropped. A hidden state of the single width is the
     encoder's alone, which is all a prefix needs.
 
     Args:
-        model: A causal LM in eval mode with a LoRA adapter in its layers
-            (`peft_model.get_base_model()`).
-        adapters: Adapter of each row of a batch; one name = of all rows.
+        model: A causal LM in eval mode with LoRA adapters in its layers
+            (`peft_model.get_base_model()`). It is this object's from here on.
+        adapters: Adapter of each row of a batch; one name = of all rows. May be set anew.
 
     Raises:
         UnsupportedModelError: As `DecoderModel`; or there is no adapter, one of k or v, or
-            attention that a common call cannot compute.
+            attention that a common call cannot compute, or an adapter that is no plain LoRA.
     """
 
     def __init__(self, model: Any, adapters: Sequence[str] = ("default",)) -> None:
@@ -192,17 +191,23 @@ class TwoStreamModel(DecoderModel):
             )
         self.adapters = tuple(adapters)
         layers = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
-        if not layers:
-            raise UnsupportedModelError("expected a model with a LoRA adapter, got one without")
+        if not layers or any(map(_is_variant, layers.values())):
+            raise UnsupportedModelError(
+                "expected a model with a plain LoRA adapter, got one with "
+                f"{'a variant of it' if layers else 'none'}"
+            )
         if dead := sorted(n for n in layers if n.endswith(KV_PROJECTIONS)):
             raise UnsupportedModelError(
                 f"expected no adapter on {' or '.join(KV_PROJECTIONS)}, which the decoder never "
                 f"uses, got one on {dead[0]}; train it with `droidkv train icarus`"
             )
         self._width = int(self.config.hidden_size)
-        self._routes: list[str] = []
-        for module in layers.values():
-            module.register_forward_pre_hook(self._route, with_kwargs=True)
+        # Of the rows in a layer, which go through which adapter; the encoder's through none.
+        self._routes: list[tuple[str, slice]] = []
+        self._updates = {layer: self._low_rank(layer) for layer in layers.values()}
+        for layer in layers.values():
+            layer.enable_adapters(False)
+            layer.register_forward_hook(self._add_updates)
         AttentionInterface.register(_SHARED_READ, _shared_read)
         model.set_attn_implementation(_SHARED_READ)
 
@@ -220,9 +225,9 @@ class TwoStreamModel(DecoderModel):
         """Run one layer for both streams, or for the encoder's if `hidden` is of single width."""
         num_rows, num_streams = len(hidden), hidden.shape[-1] // self._width
         stacked = torch.cat(torch.split(hidden, self._width, dim=-1))
-        self._routes = [_ENCODER] * num_rows
+        self._routes = []
         if num_streams == 2:
-            self._routes += self._adapters_of(num_rows)
+            self._routes = self._routes_of(num_rows)
             step = _repeated(step)
             cache = _FirstRows(cache, num_rows)
         left = super().run_layer(layer, stacked, step, cache)
@@ -235,19 +240,35 @@ class TwoStreamModel(DecoderModel):
         """Logits of the decoder stream."""
         return super().logits(hidden[..., self._width :])
 
-    def _adapters_of(self, num_rows: int) -> list[str]:
-        if len(self.adapters) not in (1, num_rows):
+    def _routes_of(self, num_rows: int) -> list[tuple[str, slice]]:
+        """The decoder's rows stand behind the encoder's."""
+        if len(self.adapters) == 1:
+            return [(self.adapters[0], slice(num_rows, 2 * num_rows))]
+        if len(self.adapters) != num_rows:
             raise UnsupportedModelError(
                 f"expected one adapter, or one for each of {num_rows} rows, got "
                 f"{len(self.adapters)}"
             )
-        return list(self.adapters) * (num_rows // len(self.adapters))
+        return [(n, slice(row, row + 1)) for row, n in enumerate(self.adapters, start=num_rows)]
 
-    def _route(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Tell PEFT which adapter each row of the batch goes through."""
-        return args, {**kwargs, "adapter_names": self._routes}
+    def _low_rank(self, layer: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        """Name -> the matrices of a layer's adapter, `[in, rank]` and, scaled, `[rank, out]`."""
+        names = layer.lora_A.keys()
+        downs = {n: layer.lora_A[n].weight.detach().to(self.dtype).T for n in names}
+        ups = {n: layer.lora_B[n].weight.detach() * layer.scaling[n] for n in names}
+        return {n: (downs[n], ups[n].to(self.dtype).T) for n in names}
+
+    def _add_updates(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        """Add the adapters' part to the decoder's rows of what a linear layer gave."""
+        for name, rows in self._routes:
+            down, up = self._updates[layer][name]
+            entering = args[0][rows].flatten(0, -2)
+            output[rows].view(-1, output.shape[-1]).addmm_(entering @ down, up)
+
+
+def _is_variant(layer: Any) -> bool:
+    """Whether a PEFT layer adds more than the product of two matrices."""
+    return bool(layer.lora_variant) or any(up.bias is not None for up in layer.lora_B.values())
 
 
 class _FirstRows:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from droidkv.cache import CapturedCache, KVCache, TokenAxis
+from droidkv.cache import CapturedCache, KVCache, ReadOnlyCache, TokenAxis
 from droidkv.capture import chunks, prefix_axis
 from droidkv.errors import PlanError, StitchError
 from droidkv.models import DecoderModel
@@ -139,6 +139,25 @@ def forward(receiver: DecoderModel, context: Context, hidden: Tensor, axis: Toke
     step = receiver.step(axis, context.axis)
     for layer in range(receiver.num_layers):
         hidden = receiver.run_layer(layer, hidden, step, context.cache)
+    return hidden
+
+
+def read_only(receiver: DecoderModel, context: Context, hidden: Tensor, axis: TokenAxis) -> Tensor:
+    """Run embedded tokens through all layers over KV that another model wrote for them.
+
+    The logical decoder of ICaRus by itself. `TwoStreamModel` does the same in one pass with the
+    writer.
+
+    Args:
+        receiver: The model that reads.
+        context: KV of all earlier tokens and of these very tokens; stays as it is.
+        hidden: `[batch, seq_len, hidden]`.
+        axis: Where the tokens stand: the last ones of the context.
+    """
+    step = receiver.step(axis, context.axis)
+    cache = ReadOnlyCache(context.cache)
+    for layer in range(receiver.num_layers):
+        hidden = receiver.run_layer(layer, hidden, step, cache)
     return hidden
 
 

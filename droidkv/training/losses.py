@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from droidkv.cache import KVCache, ReadOnlyCache, TokenAxis
+from droidkv.cache import KVCache, TokenAxis
 from droidkv.capture import capture
 from droidkv.models import DecoderModel
 from droidkv.plan import ReusePlan
-from droidkv.prefill import Context, forward, partial_prefill
+from droidkv.prefill import Context, forward, partial_prefill, read_only
 from droidkv.recipe import Mode
 from droidkv.training.rows import TrainingRow
 
@@ -85,11 +85,8 @@ def _whole_context(base: DecoderModel, row: TrainingRow) -> Context:
 
 def _icarus(receiver: DecoderModel, row: TrainingRow, context: Context) -> Tensor:
     """The logical decoder of ICaRus: from token to next token over the encoder's KV."""
-    step = receiver.step(context.axis, context.axis)
-    cache = ReadOnlyCache(context.cache)
     hidden = receiver.embed(row.input_ids.to(receiver.device))
-    for layer in range(receiver.num_layers):
-        hidden = receiver.run_layer(layer, hidden, step, cache)
+    hidden = read_only(receiver, context, hidden, context.axis)
     return _cross_entropy(receiver, hidden, row, first=0)
 
 

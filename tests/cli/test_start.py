@@ -32,7 +32,7 @@ def test_every_command_of_the_requirement_is_there() -> None:
     assert {f"frontier {name}" for name in ("show", "plot", "pick", "diff")} <= names
     assert {"profile", "stitch", "probe", "verify", "calibrate", "doctor", "search", "ask"} <= names
     assert {f"serve {name}" for name in ("sender", "receiver", "demo", "purge")} <= names
-    assert {"bench sweep", "bench prefill", "stats"} <= names
+    assert {"bench sweep", "bench prefill", "bench icarus", "stats"} <= names
 
 
 @pytest.mark.parametrize("path", COMMANDS)
