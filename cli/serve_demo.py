@@ -53,11 +53,11 @@ def demo(
     dtype: str,
     output: Path,
 ) -> None:
-    """Ask a receiver's vLLM about a document that a sender's vLLM has read.
+    """Ask a receiver about a document that a sender has read.
 
-    Starts both servers with LMCache between them, and asks over the OpenAI API: by the receiver's
-    own full prefill, by naive reuse, and by the plan that the server picks. Needs vLLM and
-    LMCache in this environment (`make install-serve`).
+    Starts a vLLM server for each, with LMCache between them, and asks over the OpenAI API: by the
+    receiver's own full prefill, by naive reuse, and by the plan that the server picks. Needs vLLM
+    and LMCache in this environment (`make install-serve`).
     """
     from droidkv.pair import read_pair
     from droidkv.serve.demo import DemoSettings, run_demo, shared_document
