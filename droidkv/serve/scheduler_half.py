@@ -107,6 +107,7 @@ class ReceiverScheduler:
         self._on_record = on_record
         self._requests: dict[str, _Tracked] = {}
         self._loading: dict[str, str] = {}  # salt -> the request that loads this prefix
+        self._ended_loading: dict[str, _Tracked] = {}
         self._jobs: list[LoadJob] = []
         self._dropped: list[str] = []
         self._pool = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="droidkv-lookup")
@@ -199,6 +200,10 @@ class ReceiverScheduler:
         Returns:
             Whether its blocks, which the request fills by itself now, must be found by no other.
         """
+        if (ended := self._ended_loading.pop(request_id, None)) is not None:
+            ended.record.report = ended.record.report.merge(report)
+            self._on_record(ended.record)
+            return False
         tracked = self._requests.get(request_id)
         if tracked is None:
             return False
@@ -212,18 +217,24 @@ class ReceiverScheduler:
         set_salt(tracked.view.cache_salt)
         return not tracked.record.asynchronous
 
-    def finish(self, request_id: str) -> None:
-        """The request ended, one way or the other."""
+    def finish(self, request_id: str, is_aborted: bool = False) -> None:
+        """The request ended.
+
+        One that needs a single step ends before its load's report arrives, and is recorded then.
+        """
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
             return
         if tracked.lookup is not None:
             tracked.lookup.cancel()
             tracked.record.reason = Fallback.ABORTED
+        tracked.record.ended = time.time()
         if self._let_go(tracked):
+            if not is_aborted:
+                self._ended_loading[request_id] = tracked
+                return
             self._dropped.append(request_id)
             tracked.record.reason = Fallback.ABORTED
-        tracked.record.ended = time.time()
         self._on_record(tracked.record)
 
     def close(self) -> None:

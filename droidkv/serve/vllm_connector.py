@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
+from vllm.v1.engine import FinishReason
 
 from droidkv.serve.connector_plan import (
     AuditRecord,
@@ -177,10 +178,8 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if reported is None or self._is_sender:
             return
         for request_id, report in reported.reports.items():
-            request = self._requests.get(request_id)
-            if request is None:
-                continue
-            own = self._receiver_scheduler.report(request_id, report, _salter(request))
+            salter = _salter(self._requests.get(request_id))
+            own = self._receiver_scheduler.report(request_id, report, salter)
             if own and self._kv_cache_manager is not None:
                 # Cached under the salt when they were allocated, about to hold exact KV.
                 (block_ids,) = self._kv_cache_manager.get_block_ids(request_id)
@@ -190,8 +189,11 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
-        half = self._sender_scheduler if self._is_sender else self._receiver_scheduler
-        half.finish(request.request_id)
+        if self._is_sender:
+            self._sender_scheduler.finish(request.request_id)
+        else:
+            is_aborted = request.get_finished_reason() in (FinishReason.ABORT, FinishReason.ERROR)
+            self._receiver_scheduler.finish(request.request_id, is_aborted)
         return False, None
 
     # Worker side.
@@ -295,8 +297,12 @@ def _receiver_obstacle(request: Any) -> Fallback | None:
     return Fallback.OPTED_OUT if request.skip_reading_prefix_cache else None
 
 
-def _salter(request: Any) -> Callable[[str | None], None]:
+def _salter(request: Any | None) -> Callable[[str | None], None]:
+    """Sets a request's salt; None = it has ended, and none is set."""
+
     def set_salt(salt: str | None) -> None:
+        if request is None:
+            return
         request.cache_salt = salt
         request.block_hashes.clear()
         request.update_block_hashes()

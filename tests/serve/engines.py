@@ -234,12 +234,14 @@ def sampling_params(plan: str | None, new: int, **sampling: Any) -> Any:
     )
 
 
+@torch.no_grad()
 def own_answer(model: DecoderModel, prompt: list[int], new: int = NEW_TOKENS) -> Answer:
     """The Hugging Face engine's answer by a model's own full prefill."""
     context = full_prefill(model, torch.tensor([prompt[:-1]]))
     return _answer_on(model, context, prompt[-1:], new)
 
 
+@torch.no_grad()
 def reference(
     models: Models,
     prompt: list[int],

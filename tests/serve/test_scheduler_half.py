@@ -68,8 +68,8 @@ class Engine:
     def match(self, request_id: str = "r", local: int = 0) -> tuple[int | None, bool]:
         return self.half.match(request_id, local, self.salter(request_id))
 
-    def reason(self, request_id: str = "r") -> Fallback | None:
-        self.half.finish(request_id)
+    def reason(self, request_id: str = "r", is_aborted: bool = False) -> Fallback | None:
+        self.half.finish(request_id, is_aborted)
         return self.records[-1].reason
 
 
@@ -155,6 +155,26 @@ def test_tokens_that_the_engine_holds_are_not_loaded_again(engine_of: EngineOf) 
     engine.half.finish("r")
     assert engine.records[0].local_tokens == 32
     assert engine.records[0].reason is None
+
+
+def test_a_request_that_ends_in_the_step_of_its_load_is_recorded_with_its_report(
+    engine_of: EngineOf,
+) -> None:
+    engine = engine_of()
+    engine.admit()
+    engine.match()
+    engine.half.allocate("r", BLOCKS, 32)
+    engine.half.take_jobs()
+    engine.half.finish("r")
+    assert engine.records == []
+    salt = engine.salts["r"]
+    assert not engine.half.report("r", LoadReport(loaded_bytes=7), engine.salter("r"))
+    (record,) = engine.records
+    assert (record.reason, record.advertised_tokens, record.report.loaded_bytes) == (None, 32, 7)
+    assert engine.salts["r"] == salt
+    assert engine.half.take_jobs() == ([], [])
+    engine.admit("next")  # and the next one with this prefix need not wait for it
+    assert engine.match("next") == (32, False)
 
 
 def test_a_request_with_blocks_that_others_read_waits(engine_of: EngineOf) -> None:
@@ -305,7 +325,7 @@ def test_an_aborted_request_leaves_nothing_behind(engine_of: EngineOf) -> None:
     engine.admit("second")
     engine.match("first")
     engine.half.allocate("first", BLOCKS, 32)
-    assert engine.reason("first") == Fallback.ABORTED
+    assert engine.reason("first", is_aborted=True) == Fallback.ABORTED
     jobs, dropped = engine.half.take_jobs()
     assert [job.request_id for job in jobs] == dropped == ["first"]
     assert engine.match("second") == (32, True)

@@ -243,6 +243,14 @@ def test_preempted_requests_answer_the_same(
     assert preempted
 
 
+def test_a_request_for_one_token_is_recorded_like_others(models: Models, engine: Engine) -> None:
+    (answer,) = engine.answer([PROMPTS[0]], ["[2,4)"], new=1)
+    assert_same(answer, reference(models, PROMPTS[0], "[2,4)", new=1))
+    record = engine.records()[-1]
+    assert (record["reason"], record["recomputed_tokens"]) == (None, 192)
+    assert record["loaded_bytes"] > 0
+
+
 def test_several_samples_of_one_prompt_share_its_plan(models: Models, engine: Engine) -> None:
     (output,) = engine.generate([PROMPTS[0]], ["[2,4)"], n=3, temperature=0.01)
     wanted = reference(models, PROMPTS[0], "[2,4)")[1]
