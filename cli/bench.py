@@ -201,7 +201,8 @@ def icarus(
 ) -> None:
     """Time the fused step of ICaRus.
 
-    It is timed against two separate passes and against plain models. The base is the pair's sender; the adapters are random.
+    It is timed against two separate passes and against plain models. The base is the pair's
+    sender; the adapters are random.
     """
     from droidkv.bench.icarus import BATCHES, DECODERS, bench_icarus
     from droidkv.loading import load_model

@@ -89,6 +89,8 @@ def header_lines(path: Path, profile: Profile, workload: Workload) -> Iterator[s
         f"{profile.task.name}, n = {profile.num_items} items, {profile.task.metric} of the full "
         f"prefill {full:.3g}; costs at {workload.prefix_tokens} + {workload.suffix_tokens} tokens"
     )
+    if profile.reference is not None:
+        yield f"the full prefill is that of {profile.reference.name}, which losses are against"
     if floor := profile.noise_floor:
         yield (
             f"noise floor (an exact plan): score {floor.relative_percent:.2g} %, "

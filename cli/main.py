@@ -19,6 +19,7 @@ from .probe import probe
 from .profile import profile
 from .search import search
 from .serve import serve
+from .sharing import sharing
 from .stats import stats
 from .stitch import stitch
 from .train import train
@@ -44,6 +45,7 @@ for command in (
     search,
     stitch,
     train,
+    sharing,
     probe,
     verify,
     calibrate,

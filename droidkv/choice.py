@@ -26,7 +26,8 @@ class Choice:
     Attributes:
         chosen: The plan's point. Its cost is in predicted seconds if there is a calibration, else
             in recomputed layers.
-        full: The point of the receiver's own full prefill, which loses nothing by definition.
+        full: The point of the receiver's own full prefill, which loses nothing by definition unless
+            the profile has another model as reference.
         objective: What the loss is measured in.
         max_loss: The limit on the loss.
         slo_ttft_seconds: The limit on the time to the first token, if any.

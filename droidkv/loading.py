@@ -122,6 +122,31 @@ def load_pair(
     return sender, receiver
 
 
+def load_reference(
+    pair: Pair, receiver: LoadedModel, dtype: str = "float32", device: str = "cpu"
+) -> LoadedModel | None:
+    """The model that a pair's losses are against, or None where it is the receiver.
+
+    Args:
+        pair: The pair.
+        receiver: Its receiver, whose tokens the reference must read alike.
+        dtype: As `load_model`.
+        device: As `load_model`.
+
+    Raises:
+        PairError: Its architecture or vocabulary is not the receiver's.
+        LoadError, IdentityError, UnsupportedModelError, StorageError: As `load_model`.
+    """
+    if pair.reference is None:
+        return None
+    check_compatible(receiver.model.config, load_config(pair.reference), pair.allow_extra_tokens)
+    reference = load_model(pair.reference, dtype, device)
+    check_vocabularies(
+        receiver.tokenizer.get_vocab(), reference.tokenizer.get_vocab(), pair.allow_extra_tokens
+    )
+    return reference
+
+
 def check_pair_configs(pair: Pair) -> None:
     """Do nothing if both architectures can be served and share a cache. Needs no weights.
 

@@ -22,6 +22,7 @@ from droidkv.objectives import (
 )
 from droidkv.plan import Operator, ReusePlan
 from droidkv.profile import Profile
+from droidkv.sharing import SharingPoint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -257,6 +258,51 @@ def plot_curve(
     axes.set_yscale("log")
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("loss, nats per answer token")
+    axes.set_title(title)
+    axes.legend(frameon=False)
+    return _write(figure, path)
+
+
+def plot_sharing(
+    curves: Mapping[str, Sequence[SharingPoint]],
+    path: str | os.PathLike[str],
+    title: str = "",
+    label: str = "score",
+) -> Figure:
+    """Quality by the share of layers that read the base's KV, with intervals.
+
+    Args:
+        curves: Name of a receiver -> its points.
+        path: The PNG file to write.
+        title: Title of the figure.
+        label: What the score is.
+
+    Returns:
+        The figure that was written.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        StorageError: The file could not be written.
+    """
+    figure = _new_figure(7.0, 4.5)
+    axes = figure.add_subplot()
+    for colour, (name, points) in zip(itertools.cycle(PALETTE), curves.items(), strict=False):
+        below = [max(0.0, point.score - point.interval.low) for point in points]
+        above = [max(0.0, point.interval.high - point.score) for point in points]
+        axes.errorbar(
+            [point.share_percent for point in points],
+            [point.score for point in points],
+            yerr=[below, above],
+            color=colour,
+            marker="o",
+            markersize=4,
+            linewidth=1,
+            capsize=2,
+            label=name,
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("layers that read the base's KV, %")
+    axes.set_ylabel(label)
     axes.set_title(title)
     axes.legend(frameon=False)
     return _write(figure, path)

@@ -41,7 +41,9 @@ def pick(
     of least loss among those within both limits, or, where none is, the fastest within `max_loss`.
     Cheap means predicted seconds where there is a calibration, recomputed layers where there is
     none. The receiver's own full prefill loses nothing by definition and is always a candidate, so
-    that a plan predicted slower than it is never chosen.
+    that a plan predicted slower than it is never chosen. Of a full-share receiver, which has
+    another model as reference, the full prefill is a plan like any other; if no plan is within
+    `max_loss`, the one of least loss is chosen.
 
     Args:
         profile: The profile of the pair.
@@ -74,15 +76,12 @@ def pick(
             f"and {workload.suffix_tokens}"
         )
     cost: Cost = "layers" if calibration is None else "ttft"
-    full = _full_prefill(profile, cost, workload)
-    reuse = [
-        point
-        for point in measure(profile, objective, cost, workload, operators)
-        if point.plan != full.plan
-    ]
+    measured = measure(profile, objective, cost, workload, operators)
+    full = _full_prefill(profile, cost, workload, measured)
+    reuse = [point for point in measured if point.plan != full.plan]
     good_reuse = cheapest_within(reuse, max_loss)
     candidates = [full, *reuse]
-    cheapest = cheapest_within(candidates, max_loss) or full
+    cheapest = cheapest_within(candidates, max_loss) or _least_loss(candidates) or full
     chosen, fast_reuse = cheapest, None
     bound_by = _bound_by(cheapest, full, reuse, good_reuse)
     if slo_ttft_seconds is not None:
@@ -102,7 +101,8 @@ def pick(
         slo_ttft_seconds=slo_ttft_seconds,
         workload=workload,
         bound_by=bound_by,
-        claim_holds=chosen == full or _claim_holds(chosen, objective, max_loss),
+        claim_holds=(chosen == full and profile.reference is None)
+        or _claim_holds(chosen, objective, max_loss),
         good_reuse=good_reuse,
         fast_reuse=fast_reuse,
         break_even_prefix_tokens=None,
@@ -136,8 +136,14 @@ def _check_limits(
         )
 
 
-def _full_prefill(profile: Profile, cost: Cost, workload: Workload) -> Measurement:
+def _full_prefill(
+    profile: Profile, cost: Cost, workload: Workload, measured: Iterable[Measurement]
+) -> Measurement:
+    """The receiver's own prefill: without loss, unless another model is the reference."""
     plan = ReusePlan.of(0, profile.num_layers)
+    if profile.reference is not None:
+        profile.record(plan)  # says what to do where it was not measured
+        return next(point for point in measured if point.plan == plan)
     return Measurement(
         plan=plan,
         cost=plan_cost(profile, plan, cost, workload),

@@ -60,6 +60,10 @@ class Profile:
         pair: Name of the pair.
         sender: The model whose cache is reused.
         receiver: The model that reuses it.
+        reference: The model whose own full prefill every loss is against; None = the receiver. A
+            receiver trained to read the sender's KV (full share) is held against the ordinary
+            fine-tune of the same recipe; then `full_score` and `full_nll` of an item are the
+            reference's, and the plan `[0, L)`, the receiver on its own KV, can lose like any other.
         shape: Sizes of both models.
         task: Which items.
         items: The items, in the order of the columns of `measurements`.
@@ -82,6 +86,7 @@ class Profile:
     noise_floor: NoiseFloor | None
     stitch: StitchRecord | None
     provenance: Provenance
+    reference: ModelRecord | None = None
 
     def __post_init__(self) -> None:
         if not self.items:
@@ -168,9 +173,15 @@ def write_profile(path: str | os.PathLike[str], profile: Profile) -> None:
 
 def profile_to_json(profile: Profile) -> dict[str, Any]:
     """The profile as JSON values, in the order of the file."""
+    roles = {
+        "sender": profile.sender,
+        "receiver": profile.receiver,
+        "reference": profile.reference,
+    }
     models = {
         name: {"name": model.name, "fingerprint": model.fingerprint.to_json()}
-        for name, model in (("sender", profile.sender), ("receiver", profile.receiver))
+        for name, model in roles.items()
+        if model is not None
     }
     return {
         "schema_version": SCHEMA_VERSION,
@@ -222,6 +233,7 @@ def profile_from_json(value: object, where: str = "profile") -> Profile:
     shape = _shape(fields, where)
     noise_floor = fields.optional("noise_floor", dict)
     stitch = fields.optional("stitch", dict)
+    reference = fields.optional("reference", dict)
     arguments: dict[str, Any] = {
         "pair": fields.take("pair", str),
         "sender": read_model_record(fields.take("sender", dict), f"{where}, sender"),
@@ -243,6 +255,9 @@ def profile_from_json(value: object, where: str = "profile") -> Profile:
         "provenance": read_record(
             Provenance, fields.take("provenance", dict), f"{where}, provenance"
         ),
+        "reference": None
+        if reference is None
+        else read_model_record(reference, f"{where}, reference"),
     }
     fields.done()
     try:

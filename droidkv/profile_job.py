@@ -14,7 +14,13 @@ import torch
 from droidkv.capture import capture
 from droidkv.encode import EncodedItem, encode_shared
 from droidkv.errors import ProfileError, StitchError, TaskError, unknown_name
-from droidkv.evaluate import TeacherForced, TokenItem, decode_plans, full_prefill_answer
+from droidkv.evaluate import (
+    TeacherForced,
+    TokenItem,
+    decode_plans,
+    evaluate_plan,
+    full_prefill_answer,
+)
 from droidkv.jsonio import sha256_file
 from droidkv.loading import LoadedModel
 from droidkv.objectives import measure_noise_floor
@@ -96,7 +102,13 @@ def load_map(profile_file: Path, profile: Profile) -> StitchMap:
 
 
 class Job:
-    """A profile's run: models, items and the work of one step."""
+    """A profile's run: models, items and the work of one step.
+
+    Raises:
+        ProfileError: The pair has a reference and none is given, or a profile cannot be read.
+        IdentityError: A profile to confirm is of other models.
+        TaskError: The task has no item left.
+    """
 
     def __init__(
         self,
@@ -105,24 +117,46 @@ class Job:
         task: Task,
         sender: LoadedModel,
         receiver: LoadedModel,
+        reference: LoadedModel | None = None,
     ) -> None:
+        if pair.reference is not None and reference is None:
+            raise ProfileError(
+                f"expected a pair whose receiver is its own reference, got {pair.name!r}, whose "
+                "receiver was trained to read the sender's KV as it is: there are no layers to "
+                "choose; use `droidkv profile` and `droidkv confirm`"
+            )
         self.pair, self.settings, self.task = pair, settings, task
-        self.sender, self.receiver = sender, receiver
+        self.sender, self.receiver, self.reference = sender, receiver, reference
         self._first: dict[int, TokenItem] = {}
         self.confirmed = read_profile(settings.confirms) if settings.confirms else None
         if self.confirmed is not None:
             require_identity(self.confirmed, sender.fingerprint, receiver.fingerprint)
         self.items = self._items()
+        self.plans = self._plans()
         self.calibration: list[Item] = []
-        if "stitch" in settings.operators:
+        if self.stitches:
             self.calibration = task.items("calibration", settings.calibration_items, settings.seed)
-        num_layers = receiver.model.num_layers
-        self.plans = [ReusePlan.parse(text, num_layers) for text in settings.plans] or all_plans(
-            num_layers, settings.granularity, settings.operators
-        )
         # One that the two models read differently is refused before anything is written.
         for item in (*self.items, *self.calibration):
             self.encode(item)
+
+    @property
+    def stitches(self) -> bool:
+        """Whether a plan needs a stitching map."""
+        return any(plan.operator == "stitch" for plan in self.plans)
+
+    def _plans(self) -> list[ReusePlan]:
+        """The plans asked for; of a full-share receiver the empty one and its own prefill.
+
+        Such a receiver has learned to read the sender's KV alone, so nothing between the two is of
+        use to it.
+        """
+        settings, num_layers = self.settings, self.receiver.model.num_layers
+        if settings.plans:
+            return [ReusePlan.parse(text, num_layers) for text in settings.plans]
+        if self.reference is not None:
+            return [ReusePlan.of(0, 0), ReusePlan.of(0, num_layers)]
+        return all_plans(num_layers, settings.granularity, settings.operators)
 
     def _items(self) -> list[Item]:
         """The evaluated items; those of a confirmed profile come first in the task and are cut."""
@@ -146,6 +180,7 @@ class Job:
             "task_version": self.task.version,
             "sender": self.sender.fingerprint.digest(),
             "receiver": self.receiver.fingerprint.digest(),
+            "reference": self.reference and self.reference.fingerprint.digest(),
         }
 
     def encode(self, item: Item) -> EncodedItem:
@@ -154,7 +189,7 @@ class Job:
         )
 
     def answer(self, index: int) -> TokenItem:
-        """The receiver's own answer to an item."""
+        """The answer to an item that plans are held against: the reference's own."""
         return self._first.pop(index, None) or self._answer(index)
 
     def first_answer(self, index: int) -> TokenItem:
@@ -164,12 +199,13 @@ class Job:
 
     def _answer(self, index: int) -> TokenItem:
         encoded = self.encode(self.items[index])
+        answering = self.reference or self.receiver
         return full_prefill_answer(
-            self.receiver.model,
+            answering.model,
             encoded.prefix_ids,
             encoded.suffix_ids,
             self.task.max_new_tokens,
-            self.receiver.eos_ids,
+            answering.eos_ids,
         )
 
     def sweep_item(self, index: int, stitch: StitchMap | None) -> dict[str, Any]:
@@ -177,7 +213,13 @@ class Job:
         starts = {plan.transition for plan in self.plans if plan.transition is not None}
         captured = capture(self.sender.model, answer.prefix_ids[None], hidden_layers=starts)
         results = sweep(self.receiver.model, captured, answer, self.plans, stitch)
-        return self.row(index, answer, results)
+        row = self.row(index, answer, results)
+        if self.reference is not None:
+            # What an exact plan loses here: the reference itself, by way of a partial prefill.
+            model = self.reference.model
+            exact = evaluate_plan(model, captured, answer, ReusePlan.of(0, model.num_layers))
+            row["exact"] = dataclasses.astuple(exact)
+        return row
 
     def row(
         self, index: int, answer: TokenItem, results: Mapping[ReusePlan, TeacherForced]
@@ -189,7 +231,7 @@ class Job:
         }
 
     def item_record(self, index: int, answer: TokenItem) -> ItemRecord:
-        """One item's own figures, by the receiver's full prefill."""
+        """One item's own figures, by the reference's full prefill."""
         item = self.items[index]
         steps = torch.arange(len(answer.answer_ids))
         return ItemRecord(
@@ -263,8 +305,15 @@ class Job:
         started: float,
     ) -> Profile:
         items = tuple(ItemRecord(**row["item"]) for row in swept)
-        records = {plan: _plan_record(plan, swept, scores) for plan in self.plans}
-        settings = self.settings
+        records = {
+            plan: _plan_record(plan, swept, [row["plans"][str(plan)] for row in swept], scores)
+            for plan in self.plans
+        }
+        settings, reference = self.settings, self.reference
+        full = ReusePlan.of(0, self.receiver.model.num_layers)
+        exact = records[full]
+        if reference is not None:
+            exact = _plan_record(full, swept, [row["exact"] for row in swept], [{}] * len(swept))
         return Profile(
             pair=self.pair.name,
             sender=ModelRecord(self.sender.name, self.sender.fingerprint),
@@ -280,9 +329,7 @@ class Job:
             ),
             items=items,
             measurements=tuple(records.values()),
-            noise_floor=measure_noise_floor(
-                items, records[ReusePlan.of(0, self.receiver.model.num_layers)]
-            ),
+            noise_floor=measure_noise_floor(items, exact),
             stitch=None
             if map_file is None
             else StitchRecord(
@@ -299,13 +346,19 @@ class Job:
                 settings.dtype,
                 time.monotonic() - started,
             ),
+            reference=None
+            if reference is None
+            else ModelRecord(reference.name, reference.fingerprint),
         )
 
 
 def _plan_record(
-    plan: ReusePlan, swept: Sequence[dict[str, Any]], scores: Sequence[dict[str, float]]
+    plan: ReusePlan,
+    swept: Sequence[dict[str, Any]],
+    results: Sequence[Sequence[Any]],
+    scores: Sequence[dict[str, float]],
 ) -> PlanRecord:
-    kl, nll, top1, agrees = zip(*(row["plans"][str(plan)] for row in swept), strict=True)
+    kl, nll, top1, agrees = zip(*results, strict=True)
     return PlanRecord(
         plan=plan,
         kl=kl,

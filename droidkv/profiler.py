@@ -15,7 +15,7 @@ from pathlib import Path
 
 from droidkv.estimate import prefill_seconds, sweep_prefills
 from droidkv.jsonio import replacing
-from droidkv.loading import load_pair
+from droidkv.loading import load_pair, load_reference
 from droidkv.pair import Pair, TaskRef
 from droidkv.plan import ReusePlan
 from droidkv.profile import Profile, read_profile, write_profile
@@ -51,7 +51,8 @@ def profile_pair(
     started = time.monotonic()
     task = get_task(settings.task.name, **settings.task.options)
     sender, receiver = load_pair(pair, settings.dtype, settings.device)
-    job = Job(pair, settings, task, sender, receiver)
+    reference = load_reference(pair, receiver, settings.dtype, settings.device)
+    job = Job(pair, settings, task, sender, receiver, reference)
     folder = RunFolder(output.with_suffix(".run"), job.key())
     missing = folder.missing("sweep", len(job.items))
     if on_estimate is not None and missing:
@@ -60,7 +61,7 @@ def profile_pair(
         seconds = prefill_seconds(receiver.model, answer.prefix_ids)
         on_estimate(len(missing) * prefills * seconds)
 
-    stitch = get_map(job, folder, on_progress) if "stitch" in settings.operators else None
+    stitch = get_map(job, folder, on_progress) if job.stitches else None
     swept = folder.complete(
         "sweep", len(job.items), lambda i: job.sweep_item(i, stitch), on_progress
     )

@@ -19,7 +19,7 @@ ttft frontier records safetensors_file pair stability
 calibration_fit profile content cache pair_file provenance probe_record
 objectives models sources adapter_folder calibration_file confirmation merged
 model_identity
-choice capture loading tasks
+choice sharing capture loading tasks
 policy stitch encode plots servable
 prefill
 evaluate training
@@ -27,7 +27,7 @@ sweep
 search profile_job oracles bench
 estimate
 profiler probe verify canary calibration_steps
-calibrate doctor
+calibrate doctor sharing_sweep
 serve
 cli
 """

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_profiles import FAST_LOAD, item, profile, record, smooth_profile
+from made_profiles import FAST_LOAD, fingerprint, item, profile, record, smooth_profile
 
 from droidkv.errors import CalibrationError, ProfileError
 from droidkv.frontier import pareto_front
 from droidkv.objectives import Workload, measure
 from droidkv.plan import ReusePlan
 from droidkv.policy import Choice, pick
-from droidkv.profile import Profile
+from droidkv.profile import ModelRecord, Profile
 
 NONE, SHORT, LONG, FULL = (ReusePlan.of(*g) for g in ((0, 0), (1, 2), (1, 4), (0, 4)))
 STITCHED = ReusePlan.of(2, 3, "stitch")
@@ -82,6 +82,21 @@ def test_full_prefill_is_a_candidate_even_if_it_was_not_measured() -> None:
     choice = pick(p)
     assert choice.plan == FULL
     assert choice.bound_by == "max_loss"
+
+
+def test_of_a_full_share_receiver_the_full_prefill_is_a_plan_like_any_other() -> None:
+    reference = ModelRecord("fine-tune", fingerprint(12))
+    good = profile([record(NONE, scores(1)), record(FULL, scores(60))], reference=reference)
+    choice = pick(good)
+    assert (choice.plan, choice.loss, choice.full.loss) == (NONE, 1, 60)
+    bad = profile([record(NONE, scores(30)), record(FULL, scores(60))], reference=reference)
+    choice = pick(bad)
+    assert (choice.plan, choice.loss, choice.claim_holds) == (NONE, 30, False)
+    worse = profile([record(NONE, scores(60)), record(FULL, scores(30))], reference=reference)
+    choice = pick(worse)
+    assert (choice.plan, choice.loss, choice.claim_holds) == (FULL, 30, False)
+    with pytest.raises(ProfileError, match=r"\[0,4\)"):
+        pick(profile([record(NONE, scores(1))], reference=reference))
 
 
 def test_an_interval_past_the_limit_does_not_allow_the_claim() -> None:

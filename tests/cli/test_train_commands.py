@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, error_of, run_json
+from command_line import SMALL, error_of, run, run_json
 
 pytest.importorskip("peft")
 
@@ -66,7 +66,13 @@ def test_full_share_writes_a_pair_that_profiles(tmp_path: Path, arguments: tuple
     assert run_json("pair", "check", made.path)["passed"]
     profile = tmp_path / "profile.json"
     run_json("profile", made.path, *SMALL, "--operator", "copy", "-o", profile)
-    assert run_json("frontier", "show", profile)["plans"]
+    assert {row["plan"] for row in run_json("frontier", "show", profile)["plans"]} >= {"[0,0)"}
+    assert "which losses are against" in run("frontier", "show", profile).stdout
+    assert run_json("frontier", "pick", profile, "--objective", "kl", "--max-loss", "99")
+    shown = run_json(
+        "sharing", made.path, *SMALL[:-2], "--steps", "2", "-o", tmp_path / "sharing.json"
+    )
+    assert [point["shared_layers"] for point in shown["curves"]["trained"]] == [0, 1, 2]
 
 
 def test_a_pair_that_was_made_is_trained_again_by_its_own_file(tmp_path: Path) -> None:
