@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from droidkv.errors import DroidKVError
+from droidkv.errors import DroidKVError, PairError
 
 from . import exits
 from .console import Console
@@ -152,6 +152,9 @@ def _checks(
     yield "configurations", configurations
     if configs_only:
         return
+    if (activated := _activated(found)) is not None:
+        yield "activated adapter", activated
+        return
     yield "models", weights
     sender, receiver = models
     for ref in found.tasks:
@@ -171,6 +174,45 @@ def _checks(
             return f"{path} was measured on these very models"
 
         yield "profile", identity
+
+
+def _activated(found: Pair) -> Callable[[], str] | None:
+    """The check of a receiver that is its base up to some tokens (aLoRA), or None for others."""
+    from droidkv.alora import exact_prefix_tokens, invocation_tokens
+    from droidkv.encode import encode
+    from droidkv.loading import load_model
+    from droidkv.sources import adapter_folder
+    from droidkv.tasks import get_task
+
+    if found.receiver.adapter is None:
+        return None
+    invocation = invocation_tokens(adapter_folder(found.receiver))
+    if invocation is None:
+        return None
+
+    def check() -> str:
+        sender = load_model(found.sender)
+        under = dataclasses.replace(found.receiver, adapter=None, adapter_revision=None)
+        load_model(under).fingerprint.require_same(
+            sender.fingerprint, mine="the base of the activated adapter", theirs="the sender"
+        )
+        for ref in found.tasks:
+            for item in get_task(ref.name, **ref.options).items("eval", CHECKED_ITEMS):
+                encoded = encode(item, sender.tokenizer, found.chat)
+                ids = encoded.prefix_ids
+                exact = exact_prefix_tokens(ids, encoded.suffix_ids, invocation)
+                if exact < len(ids):
+                    raise PairError(
+                        f"expected the invocation tokens {list(invocation)} after the prefix, "
+                        f"but in item {item.id!r} they stand at token {exact} of {len(ids)}; the "
+                        "base's KV is exact only before them"
+                    )
+        return (
+            f"active from the tokens {list(invocation)} on; before them KV is the sender's own, so "
+            "the plan [0,0) is exact: 0 layers to recompute, nothing to profile"
+        )
+
+    return check
 
 
 def _first(names: list[str]) -> str:

@@ -11,6 +11,7 @@ import peft
 import torch
 import transformers
 
+from droidkv.alora import invocation_tokens
 from droidkv.content import (
     ADAPTER_WEIGHTS,
     adapter_sha256,
@@ -204,10 +205,12 @@ def _apply_adapter(model: Any, folder: Path, ref: ModelRef) -> Any:
         raise UnsupportedModelError(
             f"{folder}: expected an adapter of type LORA, got {kind!r}; others are not served"
         )
-    if table.get("alora_invocation_tokens"):
+    if invocation_tokens(folder):
         raise UnsupportedModelError(
             f"{folder}: expected a LoRA that is always on, got an activated one "
-            f"(alora_invocation_tokens), which merging or plain LoRA would get wrong"
+            f"(alora_invocation_tokens), which merging or plain LoRA would get wrong; before these "
+            f"tokens its KV is the base's, so there is nothing to recompute and nothing to profile "
+            f"(see `droidkv pair check`)"
         )
     written = {entry.name for entry in read_entries(folder / ADAPTER_WEIGHTS)}
     hint = (

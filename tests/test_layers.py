@@ -17,7 +17,7 @@ plan jsonio fields differences tiny check
 costs identity recipe quality run_folder architecture
 ttft frontier records safetensors_file pair stability
 calibration_fit profile content cache pair_file provenance probe_record
-objectives models sources adapter_folder calibration_file confirmation merged
+objectives models sources adapter_folder alora calibration_file confirmation merged
 model_identity
 choice sharing capture loading tasks
 policy stitch encode plots servable
