@@ -68,6 +68,8 @@ install-serve: $(SERVE_INSTALLED)
 # What needs redis-server skips where there is none.
 test-serve: $(SERVE_INSTALLED)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(SERVE_BIN)/python -m pytest -q tests/serve
+	DROIDKV_TEST_COMPILED=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(SERVE_BIN)/python -m pytest -q \
+	  tests/serve/test_vllm_engine.py tests/serve/test_vllm_architectures.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

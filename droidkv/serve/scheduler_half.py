@@ -48,6 +48,7 @@ class ReceiverRules:
         stitch_starts: Starts that the map was fitted for.
         choose: The server's own choice of plan; None = only requests that ask for one reuse.
         lookup_seconds: Longest time the store may take to say what it has.
+        load_seconds: Longest time a request waits for another one that loads the same prefix.
         patience_seconds: Of these, how long the scheduler itself stands still.
         asynchronous: Requests wait for their load while the engine goes on with others.
         tokens_per_step: Most prefix tokens recomputed in one engine step; longer prefixes wait.
@@ -59,6 +60,7 @@ class ReceiverRules:
     stitch_starts: frozenset[int] = frozenset()
     choose: PlanChooser | None = None
     lookup_seconds: float = 2.0
+    load_seconds: float = 30.0
     patience_seconds: float = 0.005
     asynchronous: bool = False
     tokens_per_step: int = 4096
@@ -84,6 +86,7 @@ class _Tracked:
     record: AuditRecord
     lookup: Future[_Found] | None = None
     deadline: float = 0.0
+    waits_until: float | None = None
     plan: ReusePlan | None = None
     order: LoadOrder | None = None
     num_tokens: int = 0
@@ -149,6 +152,7 @@ class ReceiverScheduler:
             return 0, False
         assert tracked.salt is not None and tracked.plan is not None
         if self._loading.get(tracked.salt, request_id) != request_id:
+            self._wait_for_other(tracked, set_salt)
             return None, False  # another request is loading this very prefix
         missing = tracked.num_tokens - local_tokens
         # Blocks that others may be reading must not be prefilled anew in place if the load
@@ -240,6 +244,15 @@ class ReceiverScheduler:
     def close(self) -> None:
         """Let go of the threads; never waits for a store that does not answer."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _wait_for_other(self, tracked: _Tracked, set_salt: Salter) -> None:
+        """No longer than one load may take: many would else wait for one failure after another."""
+        if tracked.waits_until is None:
+            tracked.waits_until = deadline_in(self.rules.load_seconds)
+        elif time.monotonic() >= tracked.waits_until:
+            tracked.record.reason = Fallback.LOAD_TIMEOUT
+            tracked.salt = None
+            set_salt(tracked.view.cache_salt)
 
     def _let_go(self, tracked: _Tracked) -> bool:
         if tracked.salt is None or self._loading.get(tracked.salt) != tracked.view.request_id:

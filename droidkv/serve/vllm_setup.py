@@ -167,6 +167,7 @@ def receiver_scheduler(setup: Setup, on_record: Callable[[AuditRecord], None]) -
         stitch_starts=frozenset(() if stitch is None else stitch.starts),
         choose=plan_chooser(settings, setup.pair, setup.num_layers),
         lookup_seconds=settings.lookup_seconds,
+        load_seconds=settings.load_seconds,
         asynchronous=settings.load == "async",
         tokens_per_step=settings.tokens_per_step,
     )

@@ -453,6 +453,7 @@ class SenderWorker:
         namespace: This sender's.
         hidden_layers: Layers whose E is stored.
         most_pending: Chunks that may wait for the store; beyond that the engine waits.
+        wait_seconds: Longest time it waits in one step; chunks that find no room are not stored.
     """
 
     def __init__(
@@ -462,13 +463,16 @@ class SenderWorker:
         namespace: str,
         hidden_layers: Sequence[int],
         most_pending: int = 32,
+        wait_seconds: float = 1.0,
     ) -> None:
+        self._wait_seconds = wait_seconds
         self._model = model
         self._store = store
         self._namespace = namespace
         self._hidden_layers = list(hidden_layers)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="droidkv-save")
         self._room = threading.Semaphore(most_pending)
+        self._counting = threading.Lock()
         self.chunks_saved = 0
         self.chunks_without_hidden = 0
         self.chunks_failed = 0
@@ -476,6 +480,7 @@ class SenderWorker:
 
     def save(self, jobs: Iterable[SaveJob]) -> None:
         """After a step's forward pass: copy what it completed, and hand it to the store."""
+        deadline = deadline_in(self._wait_seconds)
         for job in jobs:
             chunk = self._store.chunk_tokens
             keys = chunk_keys(self._namespace, job.token_ids, chunk)
@@ -484,9 +489,9 @@ class SenderWorker:
                 slots = torch.tensor(
                     slots_of(job.block_ids, self._model.block_tokens, start, start + chunk)
                 )
-                self._save_chunk(key, slots)
+                self._save_chunk(key, slots, deadline)
 
-    def _save_chunk(self, key: ChunkKey, slots: Tensor) -> None:
+    def _save_chunk(self, key: ChunkKey, slots: Tensor, deadline: float) -> None:
         hidden: dict[int, Tensor] = {}
         for layer in self._hidden_layers:
             captured = self._model.read_hidden(layer, slots)
@@ -494,25 +499,33 @@ class SenderWorker:
                 self.chunks_without_hidden += 1
                 return
             hidden[layer] = captured
+        if not self._room.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            self._count(is_saved=False)
+            return
         pairs = [self._model.read_kv(layer, slots) for layer in range(self._model.num_layers)]
-        self._room.acquire()
-        self._pool.submit(self._put, key, pairs, hidden).add_done_callback(self._count)
+        self._pool.submit(self._put, key, pairs, hidden).add_done_callback(self._leave)
 
     def _put(
         self, key: ChunkKey, pairs: list[tuple[Tensor, Tensor]], hidden: dict[int, Tensor]
     ) -> bool:
-        # E first: what is looked up last, a receiver finds only when all is there.
-        stored = [self._store.put_hidden(key, layer, each) for layer, each in hidden.items()]
-        for layer, (keys, values) in enumerate(pairs):
-            stored.append(self._store.put_kv(key, layer, keys, values))
-        return all(stored)
+        # E first: what is looked up last, a receiver finds only when all is there. Nothing behind
+        # a failure: no plan could use it, and a store that is down takes its time to say so.
+        return all(
+            self._store.put_hidden(key, layer, each) for layer, each in hidden.items()
+        ) and all(
+            self._store.put_kv(key, layer, keys, values)
+            for layer, (keys, values) in enumerate(pairs)
+        )
 
-    def _count(self, future: Future[bool]) -> None:
+    def _leave(self, future: Future[bool]) -> None:
         self._room.release()
-        if not future.cancelled() and future.exception() is None and future.result():
-            self.chunks_saved += 1
-        else:
-            self.chunks_failed += 1
+        is_ended = not future.cancelled() and future.exception() is None
+        self._count(is_saved=is_ended and future.result())
+
+    def _count(self, is_saved: bool) -> None:
+        with self._counting:
+            self.chunks_saved += is_saved
+            self.chunks_failed += not is_saved
 
     def new_counts(self) -> dict[str, int]:
         """Chunks by outcome since this was last asked."""

@@ -33,6 +33,9 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
 }
+COMPILED = os.environ.get("DROIDKV_TEST_COMPILED") == "1"
+if COMPILED:
+    os.environ["TORCHDYNAMO_DISABLE"] = "0"
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed (make test-serve)")
@@ -123,7 +126,7 @@ def connector(folder: Path, role: str, store: str, **extra: Any) -> dict[str, An
 # in every test and preemption in some.
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
-    "enforce_eager": True,
+    "enforce_eager": not COMPILED,
     "max_model_len": 512,
     "max_num_batched_tokens": 96,
     "max_num_seqs": 8,

@@ -92,6 +92,7 @@ def engine_of() -> Iterator[Callable[..., Engine]]:
         patience_seconds: float = 2.0,
         asynchronous: bool = False,
         tokens_per_step: int = 1000,
+        load_seconds: float = 30.0,
     ) -> Engine:
         store, records = SlowStore(), list[AuditRecord]()
         fill(store, 4, 4)
@@ -100,6 +101,7 @@ def engine_of() -> Iterator[Callable[..., Engine]]:
             NAMESPACE,
             choose=choose,
             lookup_seconds=lookup_seconds,
+            load_seconds=load_seconds,
             patience_seconds=patience_seconds,
             asynchronous=asynchronous,
             tokens_per_step=tokens_per_step,
@@ -317,6 +319,21 @@ def test_a_store_that_is_down_is_given_up(engine_of: EngineOf) -> None:
     engine.admit()
     assert engine.match() == (0, False)
     assert engine.reason() == Fallback.LOOKUP_BACKEND_DOWN
+
+
+def test_nobody_waits_longer_for_another_ones_load_than_for_his_own(engine_of: EngineOf) -> None:
+    engine = engine_of(load_seconds=0.05)
+    engine.admit("first")
+    engine.admit("second")
+    engine.match("first")
+    engine.half.allocate("first", BLOCKS, 32)
+    assert engine.match("second") == (None, False)
+    time.sleep(0.06)
+    # Once more, since what the engine found locally was found under the plan's salt.
+    assert engine.match("second") == (None, False)
+    assert engine.salts["second"] is None
+    assert engine.match("second") == (0, False)
+    assert engine.reason("second") == Fallback.LOAD_TIMEOUT
 
 
 def test_an_aborted_request_leaves_nothing_behind(engine_of: EngineOf) -> None:

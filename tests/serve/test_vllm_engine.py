@@ -374,9 +374,25 @@ def test_a_store_that_hangs_gives_the_requests_own_prefill_at_the_deadline(
     load_so(engine, monkeypatch, ("streamed", load))
     with hanging_reads(monkeypatch):
         monkeypatch.setattr(engine.worker()._receiver, "_load_seconds", 3.0)
-        answers = engine.answer([PROMPTS[0], LONG], ["[2,4)", "[2,4)"])
-    assert_all_same(models, answers, [PROMPTS[0], LONG], [None, None])
-    assert [each["reason"] for each in engine.records()[-2:]] == ["load_timeout"] * 2
+        change_rules(engine, monkeypatch, load_seconds=3.0)
+        prompts = [PROMPTS[0], LONG, LONG, LONG, LONG]
+        answers = engine.answer(prompts, ["[2,4)"] * 5)
+    assert_all_same(models, answers, prompts, [None] * 5)
+    assert [each["reason"] for each in engine.records()[-5:]] == ["load_timeout"] * 5
+
+
+def test_a_recompute_that_fails_gives_the_requests_own_prefill(
+    models: Models, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine.worker()._model, "recompute", fail)
+    prompts = [PROMPTS[0], LONG, PROMPTS[2]]
+    answers = engine.answer(prompts, ["[2,4)", "[2,4)", "none"])
+    assert_all_same(models, answers, prompts, [None, None, "none"])
+    reasons = [str(each["reason"]) for each in engine.records()[-3:]]
+    assert sorted(reasons) == ["None", "recompute_failed", "recompute_failed"]
 
 
 class hanging_reads:

@@ -85,6 +85,17 @@ def test_a_real_engine_with_two_ranks_does_not_start(models: Models) -> None:
 
 
 @pytest.mark.slow
+def test_a_compiled_sender_of_mixtral_does_not_start(tmp_path: Path) -> None:
+    make_models(tmp_path, "mixtral")
+    spec = {"role": "sender", "store": "memory://refused", "extra": {}, "batches": []}
+    result = run_engine(
+        tmp_path, {**spec, "options": {"enforce_eager": False}}, {"TORCHDYNAMO_DISABLE": "0"}
+    )
+    assert result.returncode != 0
+    assert "start the sender with --enforce-eager" in result.stdout + result.stderr
+
+
+@pytest.mark.slow
 def test_a_real_engine_with_a_window_does_not_start(tmp_path: Path) -> None:
     for role in ("sender", "receiver"):
         spec = TinySpec("mistral", layers=5, noise=0.1 if role == "receiver" else 0.0)

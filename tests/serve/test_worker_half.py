@@ -364,6 +364,30 @@ def test_a_store_that_refuses_does_not_stop_the_sender() -> None:
     assert worker.chunks_failed == 2
 
 
+def test_a_store_that_hangs_costs_the_sender_its_chunks_and_no_more() -> None:
+    release, written = threading.Event(), list[ObjectName]()
+
+    class Hanging(MemoryStore):
+        def _write(self, name: ObjectName, buffer: Tensor) -> None:
+            release.wait(60)
+            written.append(name)
+            if name.key.index == 1:
+                raise OSError("no space left")
+
+    sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
+    worker = SenderWorker(sender, Hanging(CHUNK), NAMESPACE, [], most_pending=2, wait_seconds=0.01)
+    worker.save([SaveJob("s", tuple(TOKENS[:32]), 0, BLOCKS)])  # returns although nothing leaves
+    assert worker.chunks_failed == 2
+    release.set()
+    assert worker.flush(10)
+    assert (worker.chunks_saved, worker.chunks_failed) == (1, 3)
+    # The second chunk was given up at its first failure.
+    assert [name.key.index for name in written] == [0] * NUM_LAYERS + [1]
+    worker.save([SaveJob("t", tuple(TOKENS[:8]), 0, BLOCKS)])  # there is room again
+    worker.close()
+    assert (worker.chunks_saved, worker.chunks_failed) == (2, 3)
+
+
 def test_a_timeline_covers_every_layer(
     store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
 ) -> None:
