@@ -13,8 +13,9 @@ from transformers import DynamicCache
 from droidkv.cache import CapturedCache
 from droidkv.capture import capture
 from droidkv.encode import EncodedItem
+from droidkv.errors import UnsupportedModelError
 from droidkv.evaluate import TeacherForced, TokenItem, evaluate_plan, full_prefill_answer
-from droidkv.models import DecoderModel
+from droidkv.models import DecoderModel, TwoStreamModel
 from droidkv.plan import ReusePlan
 from droidkv.prefill import forward_suffix, partial_prefill
 from droidkv.stitch import StitchMap
@@ -49,7 +50,11 @@ class VerifyResult:
 
 
 class Oracles:
-    """The oracles over one pair and its items; all of batch one unless an oracle says so."""
+    """The oracles over one pair and its items; all of batch one unless an oracle says so.
+
+    Raises:
+        UnsupportedModelError: The receiver is no model by itself, but a second stream (ICaRus).
+    """
 
     def __init__(
         self,
@@ -60,6 +65,11 @@ class Oracles:
         stitch: StitchMap | None,
         eos_ids: Sequence[int],
     ) -> None:
+        if isinstance(receiver, TwoStreamModel):
+            raise UnsupportedModelError(
+                "expected a receiver with a forward pass of its own to compare with, got one that "
+                "runs as a second stream beside the base (apply = 'icarus')"
+            )
         self.sender = sender
         self.receiver = receiver
         self.items = items

@@ -12,10 +12,12 @@ peft = pytest.importorskip("peft")
 from tiny import VOCAB_SIZE, tiny_model  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from droidkv.bench.prefill import bench_prefill  # noqa: E402
 from droidkv.cache import TokenAxis  # noqa: E402
 from droidkv.capture import capture  # noqa: E402
 from droidkv.errors import UnsupportedModelError  # noqa: E402
 from droidkv.models import DecoderModel, TwoStreamModel  # noqa: E402
+from droidkv.oracles import Oracles  # noqa: E402
 from droidkv.plan import ReusePlan, all_plans  # noqa: E402
 from droidkv.prefill import (  # noqa: E402
     Context,
@@ -154,6 +156,14 @@ def test_every_plan_is_the_full_prefill_because_the_base_is_the_encoder() -> Non
         context = partial_prefill(model, prefix, captured, plan)
         answers.append(generate(model, context, suffix, 5, [2]))
     assert all(answer == answers[0] for answer in answers)
+
+
+def test_what_needs_a_model_of_its_own_refuses_a_second_stream() -> None:
+    model = fused(adapted(), "one")
+    with pytest.raises(UnsupportedModelError, match="forward pass of its own"):
+        Oracles(tiny_model(), model, [], [], None, [2])
+    with pytest.raises(UnsupportedModelError, match="prefill of its own"):
+        bench_prefill(tiny_model(), model)
 
 
 def test_what_cannot_be_two_streams_is_refused() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from droidkv.bench.timing import Elapsed, median, random_tokens, rounded, surroundings, timed
 from droidkv.cache import CapturedCache
 from droidkv.capture import capture
-from droidkv.errors import PlanError
-from droidkv.models import DecoderModel
+from droidkv.errors import PlanError, UnsupportedModelError
+from droidkv.models import DecoderModel, TwoStreamModel
 from droidkv.plan import ReusePlan
 from droidkv.prefill import forward_suffix, partial_prefill
 from droidkv.run_folder import Progress, no_progress
@@ -52,7 +52,13 @@ def bench_prefill(
 
     Raises:
         PlanError: A k, or a number of tokens or repeats, is out of range.
+        UnsupportedModelError: The receiver is no model by itself, but a second stream (ICaRus).
     """
+    if isinstance(receiver, TwoStreamModel):
+        raise UnsupportedModelError(
+            "expected a receiver with a prefill of its own to time, got one that runs as a second "
+            "stream beside the base (apply = 'icarus'); see `droidkv bench icarus`"
+        )
     num_layers = receiver.num_layers
     counts = _counts(num_recomputed, num_layers)
     if min(prefix_tokens, suffix_tokens, num_repeats) < 1:
