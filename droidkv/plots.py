@@ -308,6 +308,50 @@ def plot_sharing(
     return _write(figure, path)
 
 
+def plot_link(
+    rows: Sequence[Mapping[str, Any]],
+    compute_seconds: float,
+    path: str | os.PathLike[str],
+    title: str = "",
+) -> Figure:
+    """Time to the first token over a slow link: each order of loading, measured and predicted.
+
+    Args:
+        rows: `rows` of the `link` table of `droidkv bench ttft`.
+        compute_seconds: Time without the link.
+        path: The PNG file to write.
+        title: Title of the figure.
+
+    Returns:
+        The figure that was written.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        StorageError: The file could not be written.
+    """
+    figure = _new_figure(7.0, 4.5)
+    axes = figure.add_subplot()
+    orders = dict.fromkeys(row["order"] for row in rows)
+    for colour, order in zip(PALETTE, orders, strict=False):
+        own = sorted(
+            (row for row in rows if row["order"] == order), key=lambda r: r["load_seconds"]
+        )
+        loads = [row["load_seconds"] for row in own]
+        measured = [row["seconds"] for row in own]
+        axes.plot(loads, measured, color=colour, marker="o", linestyle="none", label=order)
+        predicted = [row["predicted_seconds"] for row in own]
+        axes.plot(loads, predicted, color=colour, linewidth=1, label=f"{order}, predicted")
+    loads = sorted({row["load_seconds"] for row in rows})
+    bound = [max(load, compute_seconds) for load in loads]
+    axes.plot(loads, bound, color=GREY, linestyle="--", label="max(load, compute)")
+    axes.set_xscale("log")
+    axes.set_xlabel("load time over the link, s")
+    axes.set_ylabel("time to the first token, s")
+    axes.set_title(title)
+    axes.legend(frameon=False)
+    return _write(figure, path)
+
+
 def _new_figure(width: float, height: float) -> Any:
     # A bare Figure draws with Agg and is known to no window system, unlike pyplot's.
     figure = require_extra("matplotlib.figure", "plots")

@@ -57,7 +57,11 @@ def read_audit(path: Path) -> list[AuditRecord]:
     except (OSError, UnicodeDecodeError) as cause:
         raise StorageError(f"expected an audit file at {path}, but: {cause}") from cause
     lines = text.split("\n")[:-1]
-    return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    records = []
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        records.append(record_from_json(parse_json(line, where, ServeError), where))
+    return records
 
 
 def by_outcome(records: Iterable[AuditRecord]) -> list[Group]:
@@ -139,8 +143,13 @@ def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _record(line: str, where: str) -> AuditRecord:
-    fields = Fields(parse_json(line, where, ServeError), where, ServeError)
+def record_from_json(value: object, where: str) -> AuditRecord:
+    """Read what `AuditRecord.to_json` wrote.
+
+    Raises:
+        ServeError: It is no audit record; says why.
+    """
+    fields = Fields(value, where, ServeError)
     reason = fields.optional("reason", str)
     try:
         report = LoadReport(

@@ -1,0 +1,523 @@
+"""Time to the first token in vLLM: full prefill against plans, and orders of loading over a link.
+
+Engines with and without the connector are processes of their own that take turns, so that every
+ratio is of one run on one machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import IO, Any
+
+from droidkv.bench.prefill import middle_group
+from droidkv.bench.timing import rounded
+from droidkv.calibration_fit import prediction_error
+from droidkv.costs import ModelShape, plan_bytes, transition_bytes
+from droidkv.errors import PlanError, ServeError
+from droidkv.model_identity import load_config
+from droidkv.pair import Pair
+from droidkv.plan import ReusePlan
+from droidkv.provenance import provenance
+from droidkv.run_folder import Progress, no_progress
+from droidkv.servable import servable_folder
+from droidkv.serve.audit import record_from_json
+from droidkv.serve.connector_plan import LOAD_ORDERS, AuditRecord
+from droidkv.serve.launch import transfer_config
+from droidkv.serve.link_model import calibration_of_runs, predicted_seconds
+from droidkv.serve.settings import DEFAULT_CHUNK_TOKENS, ServeSettings
+
+LENGTHS = (512, 1024, 2048, 4096)
+LINK_TOKENS = 1024
+# Load time over compute time; the middle one is where overlapping saves most.
+LINK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+# Of 30 layers: none, 5, 10, 15.
+SHARES = (0.0, 1 / 6, 1 / 3, 1 / 2)
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ENVIRONMENT = {
+    "LMCACHE_TRACK_USAGE": "false",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+_FIRST_TOKEN_ID = 3
+_LOG_TAIL = 3000
+
+
+@dataclass(frozen=True)
+class TtftSettings:
+    """What to time.
+
+    Attributes:
+        folder: For logs, audit file and store.
+        dtype: Of both models.
+        lengths: Prefix lengths.
+        suffix_tokens: Behind each prefix.
+        layers: Numbers of recomputed layers; none = spread over the model's.
+        repeats: Timed runs of each kind; the median counts, one more warms up.
+        link_tokens: Prefix length of the link's sweep; 0 = leave it out.
+        link_factors: Load time over compute time.
+        chunk_tokens: Tokens in one chunk of the store.
+        store: Where caches lie; None = a folder, through LMCache's fs://.
+        seed: Of the random tokens.
+    """
+
+    folder: Path
+    dtype: str = "float32"
+    lengths: tuple[int, ...] = LENGTHS
+    suffix_tokens: int = 32
+    layers: tuple[int, ...] = ()
+    repeats: int = 5
+    link_tokens: int = LINK_TOKENS
+    link_factors: tuple[float, ...] = LINK_FACTORS
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    store: str | None = None
+    seed: int = 0
+
+
+class EngineProcess:
+    """A `droidkv.serve.vllm_timed` of ours.
+
+    Args:
+        name: Of its log.
+        setup: What it is to be.
+        folder: For its log.
+    """
+
+    def __init__(self, name: str, setup: Mapping[str, Any], folder: Path) -> None:
+        self.name = name
+        self._log = folder / f"{name}.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "droidkv.serve.vllm_timed"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**_threads(), **os.environ, **_ENVIRONMENT},
+                text=True,
+            )
+        try:
+            self._send(setup)
+            self.num_threads: int = self.read()["threads"]
+        except BaseException:
+            self.stop()
+            raise
+
+    def read(self) -> dict[str, Any]:
+        """Its next answer.
+
+        Raises:
+            ServeError: It ended; with the end of its log.
+        """
+        line = _pipe(self._process.stdout).readline()
+        if not line:
+            tail = self._log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:]
+            raise ServeError(
+                f"expected the engine {self.name!r} to answer, but it ended; {self._log} ends "
+                f"with:\n{tail}"
+            )
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        salt: str,
+        ask: Mapping[str, Any] | None = None,
+        bandwidth: float | None = None,
+    ) -> dict[str, Any]:
+        """One token behind a prompt, timed; see `droidkv.serve.vllm_timed.TimedEngine.answer`."""
+        command = {"do": "generate", "prompt": list(prompt), "salt": salt, "ask": ask}
+        self._send({**command, "bandwidth": bandwidth})
+        return self.read()
+
+    def flush(self) -> None:
+        """Wait until all that it stored can be read."""
+        self._send({"do": "flush"})
+        self.read()
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            _pipe(pipe).close()
+
+    def _send(self, value: Mapping[str, Any]) -> None:
+        try:
+            _pipe(self._process.stdin).write(json.dumps(value) + "\n")
+            _pipe(self._process.stdin).flush()
+        except BrokenPipeError:
+            self.read()  # says why
+
+
+def bench_ttft(
+    pair: Pair,
+    settings: TtftSettings,
+    command: str = "",
+    on_progress: Progress = no_progress,
+) -> dict[str, Any]:
+    """Time everything; see the module.
+
+    Args:
+        pair: The pair whose models are served.
+        settings: What to time.
+        command: What reproduces the result; kept in it.
+        on_progress: Told of each timed run.
+
+    Raises:
+        PlanError: A length or a number of layers is out of range.
+        ServeError: An engine ended, or something was not reused.
+    """
+    began = time.perf_counter()
+    config = load_config(pair.receiver)
+    shape = ModelShape.from_config(config.to_dict(), _BYTES[settings.dtype])
+    plans = _plans(settings, shape.num_layers)
+    _check_lengths(settings)
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    with _engines(pair, settings, plans) as engines:
+        bench = _Bench(settings, shape, engines, on_progress)
+        result: dict[str, Any] = {
+            "pair": pair.name,
+            "num_layers": shape.num_layers,
+            "suffix_tokens": settings.suffix_tokens,
+            "chunk_tokens": settings.chunk_tokens,
+            "num_repeats": settings.repeats,
+            "threads": engines["plain"].num_threads,
+            "lengths": [bench.length(n, plans) for n in settings.lengths],
+        }
+        if settings.link_tokens:
+            result["link"] = bench.link(settings.link_tokens, plans)
+    made = provenance(
+        command, settings.seed, "cpu", settings.dtype, round(time.perf_counter() - began, 1)
+    )
+    return result | {
+        "command": made.command,
+        "created": made.created,
+        "git_commit": made.git_commit,
+        "seed": made.seed,
+        "machine": made.machine,
+        "dtype": made.dtype,
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "packages": dict(made.packages),
+        "seconds": made.seconds,
+    }
+
+
+class _Bench:
+    """The engines, and what is asked of them."""
+
+    def __init__(
+        self,
+        settings: TtftSettings,
+        shape: ModelShape,
+        engines: Mapping[str, EngineProcess],
+        on_progress: Progress,
+    ) -> None:
+        self._settings, self._shape, self._engines = settings, shape, engines
+        self._vocabulary = shape.vocab_size
+        self._random = random.Random(settings.seed)
+        self._salts = (f"bench-{number}" for number in count())
+        self._steps = count(1)
+        self._on_progress = on_progress
+
+    def length(self, num_tokens: int, plans: Sequence[ReusePlan]) -> dict[str, Any]:
+        """Full prefill, each plan, a request that matches nothing, and the sender's prefill."""
+        prefix, suffix = self._tokens(num_tokens), self._tokens(self._settings.suffix_tokens)
+        self._store(prefix)
+        seconds: dict[str, list[float]] = {}
+        for repeat in range(self._settings.repeats + 1):
+            # Of each kind one, in a random order, so that no kind always follows the same one.
+            fresh = self._tokens(num_tokens) + suffix
+            asked: dict[str, tuple[str, list[int], dict[str, str] | None]] = {
+                "full": ("plain", prefix + suffix, None),
+                "no_match": ("receiver", fresh, {"plan": str(plans[-1])}),
+                "no_match_plain": ("plain", fresh, None),
+                "sender": ("sender", fresh, None),
+                "sender_plain": ("base", fresh, None),
+            }
+            asked |= {
+                str(plan): ("receiver", prefix + suffix, {"plan": str(plan)}) for plan in plans
+            }
+            taken = {}
+            for kind in self._random.sample(sorted(asked), len(asked)):
+                engine, prompt, ask = asked[kind]
+                if engine == "receiver" and kind != "no_match":
+                    taken[kind] = self._reuse(prompt, num_tokens, ask)[0]
+                else:
+                    taken[kind] = self._ask(engine, prompt, ask)
+                if engine == "sender":  # what it still writes must not slow down the next one
+                    self._engines["sender"].flush()
+            if repeat:  # the first one warms up
+                for kind, value in taken.items():
+                    seconds.setdefault(kind, []).append(value)
+            self._step(f"{num_tokens} tokens", repeat)
+        middle = {kind: median(values) for kind, values in seconds.items()}
+        return {
+            "prefix_tokens": num_tokens,
+            "full_seconds": rounded(middle["full"]),
+            "full_seconds_all": [rounded(each) for each in seconds["full"]],
+            "plans": [
+                {
+                    "plan": str(plan),
+                    "layers": plan.num_recomputed,
+                    "seconds": rounded(middle[str(plan)]),
+                    "ratio": rounded(middle["full"] / middle[str(plan)]),
+                    "seconds_all": [rounded(each) for each in seconds[str(plan)]],
+                }
+                for plan in plans
+            ],
+            "no_match": _overhead(middle, seconds, "no_match"),
+            "sender": _overhead(middle, seconds, "sender"),
+        }
+
+    def link(self, num_tokens: int, plans: Sequence[ReusePlan]) -> dict[str, Any]:
+        """One plan over links of several bandwidths, loaded in each order."""
+        settings, shape = self._settings, self._shape
+        plan = min(
+            (each for each in plans if each.num_recomputed > 1),
+            key=lambda each: abs(each.num_recomputed - shape.num_layers / 3),
+        )
+        prefix, suffix = self._tokens(num_tokens), self._tokens(settings.suffix_tokens)
+        self._store(prefix)
+        ask = {"plan": str(plan), "order": "streamed"}
+        free = [self._reuse(prefix + suffix, num_tokens, ask) for _ in range(settings.repeats + 1)][
+            1:
+        ]
+        compute = median(seconds for seconds, _ in free)
+        calibration = calibration_of_runs(
+            shape, plan, num_tokens, settings.suffix_tokens, free, "", settings.dtype
+        )
+        num_bytes = plan_bytes(shape, plan, num_tokens)
+        rows: list[dict[str, Any]] = []
+        for factor in settings.link_factors:
+            bandwidth = num_bytes / (factor * compute)
+            taken: dict[str, list[float]] = {order: [] for order in LOAD_ORDERS}
+            waits: dict[str, list[float]] = {order: [] for order in LOAD_ORDERS}
+            for repeat in range(settings.repeats):
+                for order in LOAD_ORDERS:
+                    asked = {"plan": str(plan), "order": order}
+                    seconds, record = self._reuse(prefix + suffix, num_tokens, asked, bandwidth)
+                    taken[order].append(seconds)
+                    waits[order].append(record.report.wait_seconds)
+                self._step(f"link x{factor:g}", repeat)
+            load, first = num_bytes / bandwidth, transition_bytes(shape, plan, num_tokens)
+            bound = max(load, compute)
+            for order in LOAD_ORDERS:
+                seconds = median(taken[order])
+                predicted = predicted_seconds(
+                    shape,
+                    plan,
+                    num_tokens,
+                    settings.suffix_tokens,
+                    calibration,
+                    bandwidth,
+                    order,
+                )
+                rows.append(
+                    {
+                        "order": order,
+                        "load_over_compute": factor,
+                        "bytes_per_second": round(bandwidth),
+                        "load_seconds": rounded(load),
+                        "first_e_seconds": rounded(first / bandwidth),
+                        "seconds": rounded(seconds),
+                        "seconds_all": [rounded(each) for each in taken[order]],
+                        "wait_seconds": rounded(median(waits[order])),
+                        "predicted_seconds": rounded(predicted),
+                        "over_bound": rounded(seconds / bound),
+                        "over_bound_and_first_e": rounded(seconds / (bound + first / bandwidth)),
+                    }
+                )
+        error = prediction_error(
+            [row["predicted_seconds"] for row in rows], [row["seconds"] for row in rows]
+        )
+        return {
+            "prefix_tokens": num_tokens,
+            "plan": str(plan),
+            "num_bytes": num_bytes,
+            "compute_seconds": rounded(compute),
+            "rows": rows,
+            "all_first_over_streamed": [
+                {
+                    "load_over_compute": factor,
+                    "ratio": rounded(
+                        _seconds_of(rows, factor, "all_first")
+                        / _seconds_of(rows, factor, "streamed")
+                    ),
+                }
+                for factor in settings.link_factors
+            ],
+            "prediction_median_percent": round(error.median_percent, 2),
+            "prediction_max_percent": round(error.max_percent, 2),
+        }
+
+    def _store(self, prefix: Sequence[int]) -> None:
+        self._ask("sender", [*prefix, _FIRST_TOKEN_ID])
+        self._engines["sender"].flush()
+
+    def _ask(
+        self, engine: str, prompt: Sequence[int], ask: Mapping[str, Any] | None = None
+    ) -> float:
+        answer = self._engines[engine].generate(prompt, next(self._salts), ask)
+        seconds: float = answer["seconds"]
+        return seconds
+
+    def _reuse(
+        self,
+        prompt: Sequence[int],
+        num_tokens: int,
+        ask: Mapping[str, Any] | None,
+        bandwidth: float | None = None,
+    ) -> tuple[float, AuditRecord]:
+        answer = self._engines["receiver"].generate(prompt, next(self._salts), ask, bandwidth)
+        record = record_from_json(answer["record"], "the engine's audit record")
+        if record.reason is not None or record.advertised_tokens != num_tokens:
+            raise ServeError(
+                f"expected {num_tokens} tokens to be reused by {ask}, got "
+                f"{record.advertised_tokens} and the reason {record.reason}; see the logs in "
+                f"{self._settings.folder}"
+            )
+        return answer["seconds"], record
+
+    def _tokens(self, num_tokens: int) -> list[int]:
+        return [
+            self._random.randrange(_FIRST_TOKEN_ID, self._vocabulary) for _ in range(num_tokens)
+        ]
+
+    def _step(self, stage: str, repeat: int) -> None:
+        self._on_progress(f"ttft, {stage}", repeat + 1, self._settings.repeats + 1)
+
+
+@contextmanager
+def _engines(
+    pair: Pair, settings: TtftSettings, plans: Iterable[ReusePlan]
+) -> Iterator[dict[str, EngineProcess]]:
+    """Receiver and sender, each with the connector and without; started one after the other."""
+    folders = {
+        "receiver": servable_folder(pair.receiver, settings.dtype).absolute(),
+        "sender": servable_folder(pair.sender, settings.dtype).absolute(),
+    }
+    audit = settings.folder.absolute() / "audit.jsonl"
+    audit.unlink(missing_ok=True)
+    store = settings.store or f"fs://{settings.folder.absolute() / 'store'}?cpu_gib=2"
+    roles = {
+        "sender": ServeSettings(
+            role="sender",
+            store=store,
+            chunk_tokens=settings.chunk_tokens,
+            hidden_layers=tuple(sorted({p.transition for p in plans if p.transition is not None})),
+        ),
+        "receiver": ServeSettings(
+            role="receiver",
+            store=store,
+            chunk_tokens=settings.chunk_tokens,
+            sender=str(folders["sender"]),
+            allow_unprofiled=True,
+            tokens_per_step=1 << 20,
+            load_seconds=600.0,
+            lookup_seconds=60.0,
+            audit=str(audit),
+            timeline=True,
+        ),
+    }
+    most_tokens = max((*settings.lengths, settings.link_tokens)) + settings.suffix_tokens + 16
+    transfers: dict[str, tuple[str, dict[str, Any] | None]] = {
+        "plain": ("receiver", None),
+        "receiver": ("receiver", _whole_config(roles["receiver"])),
+        "base": ("sender", None),
+        "sender": ("sender", _whole_config(roles["sender"])),
+    }
+    with ExitStack() as running:
+        engines = {}
+        for name, (model, transfer) in transfers.items():
+            setup = {
+                "folder": str(folders[model]),
+                "dtype": settings.dtype,
+                "max_tokens": most_tokens,
+                "transfer": transfer,
+            }
+            engines[name] = EngineProcess(name, setup, settings.folder)
+            running.callback(engines[name].stop)
+        if len({engine.num_threads for engine in engines.values()}) > 1:
+            counts = {name: engine.num_threads for name, engine in engines.items()}
+            raise ServeError(
+                f"expected all engines to compute with as many threads, got {counts}; set "
+                "OMP_NUM_THREADS"
+            )
+        yield engines
+
+
+def _threads() -> dict[str, str]:
+    """vLLM may leave a process without a connector at one thread unless told otherwise."""
+    return {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
+
+
+def _whole_config(settings: ServeSettings) -> dict[str, Any]:
+    """With what the engine's process reads itself, whether or not it is as by default."""
+    config = transfer_config(settings)
+    table = {**config["kv_connector_extra_config"], "chunk_tokens": settings.chunk_tokens}
+    return {**config, "kv_connector_extra_config": table}
+
+
+def _plans(settings: TtftSettings, num_layers: int) -> list[ReusePlan]:
+    counts = sorted(set(settings.layers or (round(share * num_layers) for share in SHARES)))
+    if not counts or counts[0] < 0 or counts[-1] >= num_layers:
+        raise PlanError(
+            f"expected numbers of recomputed layers from 0 to {num_layers - 1}, got {counts}"
+        )
+    if settings.link_tokens and counts[-1] < 2:
+        raise PlanError("expected a plan of 2 layers or more for the link's sweep, got none")
+    return [ReusePlan.of(0, 0) if k == 0 else middle_group(k, num_layers) for k in counts]
+
+
+def _check_lengths(settings: TtftSettings) -> None:
+    for length in (*settings.lengths, settings.link_tokens):
+        if length % settings.chunk_tokens or (length < 1 and length != settings.link_tokens):
+            raise PlanError(
+                f"expected prefixes of whole chunks of {settings.chunk_tokens} tokens, got "
+                f"{length}; choose others, or another --chunk-tokens"
+            )
+    if settings.suffix_tokens < 1 or settings.repeats < 1:
+        raise PlanError(
+            f"expected at least 1 suffix token and 1 repeat, got {settings.suffix_tokens} and "
+            f"{settings.repeats}"
+        )
+
+
+def _overhead(
+    middle: Mapping[str, float], seconds: Mapping[str, Sequence[float]], kind: str
+) -> dict[str, Any]:
+    plain = f"{kind}_plain"
+    pairs = [mine / own for mine, own in zip(seconds[kind], seconds[plain], strict=True)]
+    return {
+        "seconds": rounded(middle[kind]),
+        "plain_seconds": rounded(middle[plain]),
+        "overhead_percent": round(100 * (middle[kind] / middle[plain] - 1), 2),
+        "overhead_percent_of_pairs": round(100 * (median(pairs) - 1), 2),
+    }
+
+
+def _seconds_of(rows: Sequence[Mapping[str, Any]], factor: float, order: str) -> float:
+    for row in rows:
+        if row["load_over_compute"] == factor and row["order"] == order:
+            seconds: float = row["seconds"]
+            return seconds
+    raise KeyError((factor, order))
+
+
+def _pipe(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None
+    return pipe

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import made_profiles
+import pytest
+
+from droidkv.costs import kv_bytes, plan_bytes
+from droidkv.errors import PlanError
+from droidkv.pair import read_pair
+from droidkv.plan import ReusePlan
+from droidkv.serve.connector_plan import AuditRecord, LoadReport, Span
+from droidkv.serve.link_model import calibration_of_runs, predicted_seconds
+from droidkv.serve.ttft_bench import TtftSettings, bench_ttft
+
+SHAPE = made_profiles.shape(6)
+PLAN = ReusePlan.of(2, 4)
+N, M = 100, 10
+
+
+def run() -> tuple[float, AuditRecord]:
+    """A run of 2 + 1 seconds in the group, 6 x 0.5 in the suffix pass and 0.25 besides."""
+    spans = [Span("recompute", 2, 0.0, 2.0), Span("recompute", 3, 2.0, 3.0)]
+    spans += [Span("suffix", layer, 3 + layer / 2, 3.5 + layer / 2) for layer in range(6)]
+    return 6.25, AuditRecord("r", report=LoadReport(load_seconds=1e-9, spans=spans))
+
+
+def predicted(load_seconds: float, order: str) -> float:
+    calibration = calibration_of_runs(SHAPE, PLAN, N, M, [run()], "m", "float32")
+    bandwidth = plan_bytes(SHAPE, PLAN, N) / load_seconds
+    return predicted_seconds(SHAPE, PLAN, N, M, calibration, bandwidth, order)  # type: ignore[arg-type]
+
+
+def test_a_fast_link_gives_back_what_was_measured() -> None:
+    for order in ("all_first", "reused_first", "streamed"):
+        assert predicted(1e-6, order) == pytest.approx(6.25, rel=1e-5)
+
+
+def test_loading_first_adds_up_and_streaming_hides() -> None:
+    assert predicted(2.0, "reused_first") == pytest.approx(6.25 + 2.0)
+    group = kv_bytes(SHAPE, N, 2) / plan_bytes(SHAPE, PLAN, N)
+    assert predicted(2.0, "all_first") == pytest.approx(6.25 + 2.0 * (1 + group))
+    # All but E hides behind the recomputation; over a very slow link only the last layer is left.
+    assert predicted(2.0, "streamed") < 6.25 + 1.0
+    assert predicted(100.0, "streamed") == pytest.approx(100.0 + 0.5 + 0.25)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"lengths": (100,)}, "whole chunks"),
+        ({"link_tokens": 100}, "whole chunks"),
+        ({"layers": (4,)}, "0 to 3"),
+        ({"layers": (0, 1)}, "2 layers"),
+        ({"repeats": 0}, "repeat"),
+        ({"suffix_tokens": 0}, "suffix"),
+    ],
+)
+def test_what_cannot_be_timed_is_said_before(
+    changes: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    settings = TtftSettings(**{"folder": tmp_path / "bench", "layers": (0, 2), **changes})  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=named):
+        bench_ttft(read_pair("tiny"), settings)
+    assert not (tmp_path / "bench").exists()
