@@ -19,5 +19,8 @@ droidkv bench sweep --prefix-tokens 1024 --suffix-tokens 8 --answer-tokens 4 \
 droidkv bench sweep --prefix-tokens 512 --suffix-tokens 16 --answer-tokens 32 \
     --json > "$out/sweep-long-answer.json"
 
+# Decoding with an identical cache: one fused pass against two, and against plain models.
+droidkv bench icarus --json > "$out/icarus.json"
+
 # This machine's coefficients, and how far predictions by them are off.
 droidkv calibrate --output "$out/calibration.json"
