@@ -17,6 +17,7 @@ from .frontier import frontier
 from .pair import pair
 from .probe import probe
 from .profile import profile
+from .refine import refine
 from .search import search
 from .serve import serve
 from .sharing import sharing
@@ -44,6 +45,7 @@ for command in (
     confirm,
     search,
     stitch,
+    refine,
     train,
     sharing,
     probe,

@@ -75,6 +75,26 @@ def partial_prefill(
         raise PlanError(
             f"expected a captured cache of {receiver.num_layers} layers, got {captured.num_layers}"
         )
+    entering = enter_group(receiver, input_ids, captured, plan, stitch) if plan.group else None
+    return recompute_group(receiver, entering, captured, plan, chunk_tokens)
+
+
+def recompute_group(
+    receiver: DecoderModel,
+    entering: Tensor | None,
+    captured: CapturedCache,
+    plan: ReusePlan,
+    chunk_tokens: int | None = None,
+) -> Context:
+    """The mixed cache of a plan from what enters its group; gradients flow back to `entering`.
+
+    Args:
+        receiver: The model that recomputes.
+        entering: `[batch, seq_len, hidden]`; None for the empty plan.
+        captured: The sender's cache.
+        plan: The group.
+        chunk_tokens: As in `partial_prefill`.
+    """
     device = receiver.device
     axis = captured.axis.to(device)
     group = plan.group
@@ -82,9 +102,8 @@ def partial_prefill(
         [None if i in group else keys.to(device) for i, keys in enumerate(captured.keys)],
         [None if i in group else values.to(device) for i, values in enumerate(captured.values)],
     )
-    if not group:
+    if entering is None:
         return Context(cache, axis)
-    entering = enter_group(receiver, input_ids, captured, plan, stitch)
     for start, stop in chunks(axis.num_tokens, chunk_tokens):
         hidden = entering[:, start:stop]
         step = receiver.step(axis.narrow(start, stop), axis.narrow(0, stop))

@@ -195,6 +195,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         and {
             **dataclasses.asdict(profile.stitch),
             "calibration_ids": list(profile.stitch.calibration_ids),
+            "refined": list(profile.stitch.refined),
         },
         "provenance": dataclasses.asdict(profile.provenance),
         "items": [
@@ -233,6 +234,8 @@ def profile_from_json(value: object, where: str = "profile") -> Profile:
     shape = _shape(fields, where)
     noise_floor = fields.optional("noise_floor", dict)
     stitch = fields.optional("stitch", dict)
+    if stitch is not None:
+        stitch = {"refined": [], **stitch}  # written since maps can be trained
     reference = fields.optional("reference", dict)
     arguments: dict[str, Any] = {
         "pair": fields.take("pair", str),

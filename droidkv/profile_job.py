@@ -29,6 +29,7 @@ from droidkv.plan import Operator, ReusePlan, all_plans
 from droidkv.profile import Profile, read_profile, require_identity
 from droidkv.provenance import provenance
 from droidkv.records import ItemRecord, ModelRecord, PlanRecord, StitchRecord, TaskRecord
+from droidkv.refine import RefineItem
 from droidkv.stitch import StitchMap
 from droidkv.sweep import sweep
 from droidkv.tasks import Item, Task
@@ -56,6 +57,9 @@ class ProfileSettings:
         ridge: Penalty of its fit.
         confirms: A profile to confirm on fresh items: its items are skipped, its map is used.
         plans: The only plans to measure, as text; empty = all that granularity and operators give.
+        refine: Stitched plans, as text, at whose starts the map is trained by KL first.
+        refine_items: Calibration items it is trained on.
+        refine_steps: Steps of that training, per plan.
         dtype: Of weights and caches.
         device: Torch device.
 
@@ -74,11 +78,21 @@ class ProfileSettings:
     ridge: float = 1e-3
     confirms: str | None = None
     plans: tuple[str, ...] = ()
+    refine: tuple[str, ...] = ()
+    refine_items: int = 192
+    refine_steps: int = 200
     dtype: str = "float32"
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("num_items", "granularity", "calibration_items", "rank"):
+        for name in (
+            "num_items",
+            "granularity",
+            "calibration_items",
+            "rank",
+            "refine_items",
+            "refine_steps",
+        ):
             if getattr(self, name) < 1:
                 raise ProfileError(f"expected {name} >= 1, got {getattr(self, name)}")
         if not 0 < self.ridge < float("inf"):
@@ -135,7 +149,8 @@ class Job:
         self.plans = self._plans()
         self.calibration: list[Item] = []
         if self.stitches:
-            self.calibration = task.items("calibration", settings.calibration_items, settings.seed)
+            num_items = settings.refine_items if settings.refine else settings.calibration_items
+            self.calibration = task.items("calibration", num_items, settings.seed)
         # One that the two models read differently is refused before anything is written.
         for item in (*self.items, *self.calibration):
             self.encode(item)
@@ -190,15 +205,15 @@ class Job:
 
     def answer(self, index: int) -> TokenItem:
         """The answer to an item that plans are held against: the reference's own."""
-        return self._first.pop(index, None) or self._answer(index)
+        return self._first.pop(index, None) or self._answer(self.items[index])
 
     def first_answer(self, index: int) -> TokenItem:
         """The same ahead of time, kept for the one call of `answer` that needs it."""
-        self._first[index] = self._answer(index)
+        self._first[index] = self._answer(self.items[index])
         return self._first[index]
 
-    def _answer(self, index: int) -> TokenItem:
-        encoded = self.encode(self.items[index])
+    def _answer(self, item: Item) -> TokenItem:
+        encoded = self.encode(item)
         answering = self.reference or self.receiver
         return full_prefill_answer(
             answering.model,
@@ -242,6 +257,12 @@ class Job:
             full_score=self.score(item, answer.answer_ids.tolist()),
             full_nll=-float(answer.log_probs[steps, answer.answer_ids].mean()),
         )
+
+    def refine_item(self, item: Item, starts: Sequence[int]) -> RefineItem:
+        """A calibration item as both models see it, with the sender's E of some starts."""
+        answer = self._answer(item)
+        captured = capture(self.sender.model, answer.prefix_ids[None], hidden_layers=starts)
+        return RefineItem.of(self.receiver.model, answer, captured)
 
     def score(self, item: Item, answer_ids: Sequence[int]) -> float:
         text = self.receiver.tokenizer.decode(list(answer_ids), skip_special_tokens=True)
@@ -338,6 +359,7 @@ class Job:
                 rank=settings.rank,
                 ridge=settings.ridge,
                 calibration_ids=tuple(item.id for item in self.calibration),
+                refined=settings.refine,
             ),
             provenance=provenance(
                 command,

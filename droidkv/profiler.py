@@ -7,6 +7,7 @@ the output, so a killed run resumes and several processes calling `profile_pair`
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shutil
 import time
@@ -20,6 +21,7 @@ from droidkv.pair import Pair, TaskRef
 from droidkv.plan import ReusePlan
 from droidkv.profile import Profile, read_profile, write_profile
 from droidkv.profile_job import Job, ProfileSettings, load_map
+from droidkv.refine import RefineSettings, check_refinable, refine_stitch
 from droidkv.run_folder import Progress, RunFolder, no_progress
 from droidkv.stitch import StitchMap, fit_stitch
 from droidkv.tasks import get_task
@@ -82,7 +84,7 @@ def profile_pair(
 
 def keep_map(job: Job, folder: RunFolder, output: Path) -> Path:
     """The map's file beside the output: the confirmed profile's own where that lies there too."""
-    if job.confirmed is not None and job.confirmed.stitch is not None:
+    if job.confirmed is not None and job.confirmed.stitch is not None and not job.settings.refine:
         shared = Path(job.settings.confirms or "").parent / job.confirmed.stitch.file
         if shared.resolve().parent == output.resolve().parent:
             return shared
@@ -121,11 +123,61 @@ def confirm_plans(
         IdentityError: The pair's models are not those of the profile.
         TaskError: The task has no fresh item left.
     """
+    settings = _fresh_settings(profile_file, plans, num_items)
+    return profile_pair(pair, settings, output, on_progress, command, on_estimate)
+
+
+def refine_plans(
+    pair: Pair,
+    profile_file: Path,
+    plans: Sequence[ReusePlan],
+    num_items: int,
+    output: Path,
+    refine_items: int,
+    refine_steps: int,
+    on_progress: Progress = no_progress,
+    command: str = "",
+    on_estimate: Callable[[float], None] | None = None,
+) -> Profile:
+    """Train a profile's map for a few stitched plans, and confirm these on fresh items.
+
+    Args:
+        pair: As in `confirm_plans`.
+        profile_file: The profile whose map the training starts from.
+        plans: Stitched plans of different starts; their copied twins are measured too.
+        num_items: Fresh items.
+        output: The file of the new profile; the trained map is written beside it.
+        refine_items: Calibration items to train on; never evaluated ones.
+        refine_steps: Steps per plan.
+        on_progress: Told after each step.
+        command: What reproduces this.
+        on_estimate: Told, before the sweep, about how many seconds it will take.
+
+    Raises:
+        StitchError: The profile has no map, or the plans are not such.
+        IdentityError, TaskError: As `confirm_plans`.
+    """
+    check_refinable(plans)
+    load_map(profile_file, read_profile(profile_file))  # refused before anything is written
+    twins = [ReusePlan.of(plan.group.start, plan.group.stop) for plan in plans]
+    settings = dataclasses.replace(
+        _fresh_settings(profile_file, [*plans, *twins], num_items),
+        refine=tuple(map(str, plans)),
+        refine_items=refine_items,
+        refine_steps=refine_steps,
+    )
+    return profile_pair(pair, settings, output, on_progress, command, on_estimate)
+
+
+def _fresh_settings(
+    profile_file: Path, plans: Sequence[ReusePlan], num_items: int
+) -> ProfileSettings:
+    """Settings that measure a few plans of a profile, and both baselines, on other items."""
     profile = read_profile(profile_file)
     baselines = [ReusePlan.of(0, 0), ReusePlan.of(0, profile.num_layers)]
     kept = sorted({*plans, *baselines})
     stitch = profile.stitch
-    settings = ProfileSettings(
+    return ProfileSettings(
         task=TaskRef(profile.task.name, profile.task.options),
         num_items=num_items,
         seed=profile.task.seed,
@@ -139,7 +191,6 @@ def confirm_plans(
         dtype=profile.provenance.dtype,
         device=profile.provenance.device,
     )
-    return profile_pair(pair, settings, output, on_progress, command, on_estimate)
 
 
 def get_map(job: Job, folder: RunFolder, on_progress: Progress) -> StitchMap:
@@ -149,6 +200,8 @@ def get_map(job: Job, folder: RunFolder, on_progress: Progress) -> StitchMap:
     def fit(_: int) -> dict[str, str]:
         if job.confirmed is not None:
             stitch = load_map(Path(job.settings.confirms or ""), job.confirmed)
+            if job.settings.refine:
+                stitch = _refined(job, stitch, on_progress)
         else:
             total = len(job.calibration)
             done = itertools.count(1)
@@ -165,3 +218,21 @@ def get_map(job: Job, folder: RunFolder, on_progress: Progress) -> StitchMap:
 
     folder.complete("map", 1, fit)
     return StitchMap.load(file)
+
+
+def _refined(job: Job, stitch: StitchMap, on_progress: Progress) -> StitchMap:
+    """The map, trained at the starts of the plans that the settings name."""
+    plans = [ReusePlan.parse(text, job.receiver.model.num_layers) for text in job.settings.refine]
+    starts = [plan.group.start for plan in plans]
+    items = []
+    for done, item in enumerate(job.calibration, start=1):
+        items.append(job.refine_item(item, starts))
+        on_progress("calibration", done, len(job.calibration))
+    return refine_stitch(
+        job.receiver.model,
+        stitch,
+        plans,
+        items,
+        RefineSettings(steps=job.settings.refine_steps, seed=job.settings.seed),
+        on_step=lambda done, total, _: on_progress("refine", done, total),
+    )

@@ -168,6 +168,7 @@ class StitchRecord:
         rank: Rank of the map.
         ridge: Regularisation of the fit.
         calibration_ids: Items it was fitted on; never among the evaluated ones.
+        refined: Plans whose start was then trained by KL (`droidkv refine`), as text.
 
     Raises:
         ProfileError: `file` leaves the profile's folder, or a number is out of range.
@@ -178,6 +179,7 @@ class StitchRecord:
     rank: int
     ridge: float
     calibration_ids: tuple[str, ...]
+    refined: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if PurePosixPath(self.file).name != self.file or "\\" in self.file:

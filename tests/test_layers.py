@@ -23,7 +23,7 @@ choice sharing capture loading tasks
 policy stitch encode plots servable
 prefill
 evaluate training
-sweep
+sweep refine
 search profile_job oracles bench
 estimate
 profiler probe verify canary calibration_steps

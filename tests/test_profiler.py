@@ -20,6 +20,7 @@ from droidkv.profile import Profile, read_profile, require_identity
 from droidkv.profile_job import ProfileSettings, load_map
 from droidkv.profiler import confirm_plans, profile_pair
 from droidkv.stitch import StitchMap
+from droidkv.tasks import Item
 
 SETTINGS = ProfileSettings(
     TaskRef("records", {"num_records": 2}), num_items=3, calibration_items=2, rank=4
@@ -113,15 +114,15 @@ def test_a_killed_run_resumes_without_redoing_items(
 def test_an_estimate_counts_what_is_missing_and_costs_no_second_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answered: list[int] = []
+    answered: list[str] = []
     monkeypatch.setattr("droidkv.profiler.prefill_seconds", lambda *_: 1.0)
     answer = droidkv.profile_job.Job._answer
 
-    def counted(job: droidkv.profile_job.Job, index: int) -> object:
-        answered.append(index)
-        if answered == [0, 1, 2]:
+    def counted(job: droidkv.profile_job.Job, item: Item) -> object:
+        answered.append(item.id)
+        if len(answered) == 3:
             raise KeyboardInterrupt
-        return answer(job, index)
+        return answer(job, item)
 
     monkeypatch.setattr(droidkv.profile_job.Job, "_answer", counted)
     output = tmp_path / "tiny.json"
@@ -129,7 +130,8 @@ def test_an_estimate_counts_what_is_missing_and_costs_no_second_answer(
     with pytest.raises(KeyboardInterrupt):
         profile_pair(read_pair("tiny"), SETTINGS, output, on_estimate=told.append)
     profile_pair(read_pair("tiny"), SETTINGS, output, on_estimate=told.append)
-    assert answered == [0, 1, 2, 2]
+    first, second, third, again = answered
+    assert again == third and len({first, second, third}) == 3
     whole, rest = told
     assert rest == pytest.approx(whole / 3, rel=0.1)
 
