@@ -54,11 +54,12 @@ def refine(
     pair_name: str | None,
     output: Path | None,
 ) -> None:
-    """Train a profile's stitching map for chosen plans, and confirm them on fresh items.
+    """Train a profile's stitching map for chosen plans.
 
     The profile's map brings the sender's hidden state near the receiver's. Here it is trained so
     that the receiver answers through the plan as after its own full prefill, which needs fewer
-    layers. The new map lies beside the new profile; the old ones stay as they are.
+    layers. The plans are then measured on fresh items. The new map lies beside the new profile; the
+    old ones stay as they are.
     """
     from droidkv.pair import read_pair
     from droidkv.plan import ReusePlan
