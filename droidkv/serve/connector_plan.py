@@ -322,7 +322,9 @@ def slots_of(block_ids: Sequence[int], block_tokens: int, start: int, stop: int)
 
 def chunk_pieces(start: int, stop: int, chunk_tokens: int) -> list[Piece]:
     """The chunks, and their parts, that make up tokens `[start, stop)`, in order."""
-    pieces = []
+    pieces: list[Piece] = []
+    if start >= stop:
+        return pieces
     for chunk in range(start // chunk_tokens, -(-stop // chunk_tokens)):
         first = chunk * chunk_tokens
         low, high = max(start, first), min(stop, first + chunk_tokens)

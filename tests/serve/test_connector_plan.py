@@ -4,7 +4,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from droidkv.errors import PlanError
@@ -68,6 +68,7 @@ def test_slots_beyond_the_blocks_are_refused() -> None:
 
 @settings(deadline=None)
 @given(counts, counts, sizes)
+@example(1, 0, 2)
 def test_pieces_cover_the_range_once_in_order(start: int, length: int, chunk: int) -> None:
     stop = start + length
     pieces = chunk_pieces(start, stop, chunk)
