@@ -67,11 +67,7 @@ def confirm(
     pair = read_pair(pair_name or profile.pair)
     target = output or confirmation_path(path)
 
-    run_folder = target.with_suffix(".run")
-    console.resume_hint = (
-        f"nothing is lost: what was finished is kept in {run_folder}; the same command goes on "
-        f"from there"
-    )
+    console.keeps_run_of(target)
 
     from droidkv.profiler import confirm_plans
 

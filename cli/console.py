@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -27,6 +28,13 @@ class Console:
         self.quiet = False
         self.resume_hint = ""
         self._progress: Progress | None = None
+
+    def keeps_run_of(self, target: Path) -> None:
+        """From here on, finished steps lie in the run folder of this output."""
+        self.resume_hint = (
+            f"nothing is lost: what was finished is kept in {target.with_suffix('.run')}; the same "
+            f"command goes on from there"
+        )
 
     def result(self, value: Mapping[str, Any], lines: Iterable[str]) -> None:
         """Print the command's result, as JSON or for people. Once per run."""

@@ -84,10 +84,7 @@ def probe(
     others = {path: read_probe(path) for path in compared}
     target = output or FOLDER / f"{output_stem(pair, task)}.probe.json"
 
-    console.resume_hint = (
-        f"nothing is lost: what was finished is kept in {target.with_suffix('.run')}; the same "
-        f"command goes on from there"
-    )
+    console.keeps_run_of(target)
 
     from droidkv.probe import ProbeSettings, probe_pair
 

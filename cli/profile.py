@@ -82,11 +82,7 @@ def profile(
     task = choose_task(pair, task_name, task_pairs)
     target = output or FOLDER / f"{output_stem(pair, task)}.json"
 
-    run_folder = target.with_suffix(".run")
-    console.resume_hint = (
-        f"nothing is lost: what was finished is kept in {run_folder}; the same command goes on "
-        f"from there"
-    )
+    console.keeps_run_of(target)
 
     from droidkv.profile_job import ProfileSettings
     from droidkv.profiler import profile_pair

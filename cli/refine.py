@@ -70,11 +70,7 @@ def refine(
     pair = read_pair(pair_name or profile.pair)
     target = output or path.with_name(f"{path.stem}.refined.confirm.json")
 
-    run_folder = target.with_suffix(".run")
-    console.resume_hint = (
-        f"nothing is lost: what was finished is kept in {run_folder}; the same command goes on "
-        f"from there"
-    )
+    console.keeps_run_of(target)
 
     from droidkv.profiler import refine_plans
 

@@ -72,10 +72,7 @@ def sharing(
     pair = read_pair(pair_name)
     task = choose_task(pair, task_name, task_pairs)
     target = output or FOLDER / f"{output_stem(pair, task)}.sharing.json"
-    console.resume_hint = (
-        f"nothing is lost: what was finished is kept in {target.with_suffix('.run')}; the same "
-        f"command goes on from there"
-    )
+    console.keeps_run_of(target)
     settings = ProfileSettings(task=task, num_items=items, seed=seed, dtype=dtype, device=device)
     profiles = sharing_sweep(pair, settings, target, steps, console.progress, command_line())
     curves = sharing_curves(profiles)

@@ -63,7 +63,6 @@ class TeacherForced:
     agrees: bool
 
 
-@torch.no_grad()
 def full_prefill_answer(
     receiver: DecoderModel,
     prefix_ids: Sequence[int],
@@ -72,6 +71,26 @@ def full_prefill_answer(
     eos_ids: Collection[int],
 ) -> TokenItem:
     """Let the receiver answer on its own, and keep the distributions behind the answer.
+
+    Raises:
+        PlanError: The prefix or the suffix is empty.
+    """
+    item, _ = full_prefill_states(receiver, prefix_ids, suffix_ids, max_new_tokens, eos_ids)
+    return item
+
+
+@torch.no_grad()
+def full_prefill_states(
+    receiver: DecoderModel,
+    prefix_ids: Sequence[int],
+    suffix_ids: Sequence[int],
+    max_new_tokens: int,
+    eos_ids: Collection[int],
+) -> tuple[TokenItem, Tensor]:
+    """The same, with what leaves the last layer over the forced tokens.
+
+    Returns:
+        The item, and hidden states `[1, num_forced, hidden]`.
 
     Raises:
         PlanError: The prefix or the suffix is empty.
@@ -88,7 +107,8 @@ def full_prefill_answer(
     forced = torch.cat([suffix, answer[:-1]])[None]
     hidden = forward_suffix(receiver, context, forced)
     logits = receiver.logits(hidden[:, -len(answer) :])[0]
-    return TokenItem(prefix, suffix, answer, logits.float().log_softmax(dim=-1))
+    item = TokenItem(prefix, suffix, answer, logits.float().log_softmax(dim=-1))
+    return item, hidden
 
 
 def compare(hidden: Tensor, receiver: DecoderModel, item: TokenItem) -> list[TeacherForced]:

@@ -50,7 +50,7 @@ def merged_from(folder: Path, weights: str) -> tuple[str, str]:
     if not path.exists():
         return weights, NONE
     fields = Fields(read_json(path, LoadError), str(path), LoadError)
-    fields.take("schema_version", int, choices=(_SCHEMA_VERSION,))
+    fields.take_version(_SCHEMA_VERSION, f"remove {folder}, it is merged anew")
     base, adapter = fields.take("base_weights", str), fields.take("adapter", str)
     written_for = fields.take("merged_weights", str)
     fields.done()

@@ -116,10 +116,7 @@ def plot_frontier(
             )
     if objective in LINEAR_BELOW:
         axes.set_yscale("symlog", linthresh=LINEAR_BELOW[objective])
-    axes.set_xlabel(COST_LABELS[cost])
-    axes.set_ylabel(OBJECTIVE_LABELS[objective])
-    axes.set_title(_title(profile))
-    axes.legend(frameon=False)
+    _label(axes, COST_LABELS[cost], OBJECTIVE_LABELS[objective], _title(profile))
     return _write(figure, path)
 
 
@@ -256,10 +253,7 @@ def plot_curve(
                 label=f"{name}, held out",
             )
     axes.set_yscale("log")
-    axes.set_xlabel("optimiser step")
-    axes.set_ylabel("loss, nats per answer token")
-    axes.set_title(title)
-    axes.legend(frameon=False)
+    _label(axes, "optimiser step", "loss, nats per answer token", title)
     return _write(figure, path)
 
 
@@ -301,10 +295,7 @@ def plot_sharing(
             label=name,
         )
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("layers that read the base's KV, %")
-    axes.set_ylabel(label)
-    axes.set_title(title)
-    axes.legend(frameon=False)
+    _label(axes, "layers that read the base's KV, %", label, title)
     return _write(figure, path)
 
 
@@ -345,11 +336,15 @@ def plot_link(
     bound = [max(load, compute_seconds) for load in loads]
     axes.plot(loads, bound, color=GREY, linestyle="--", label="max(load, compute)")
     axes.set_xscale("log")
-    axes.set_xlabel("load time over the link, s")
-    axes.set_ylabel("time to the first token, s")
+    _label(axes, "load time over the link, s", "time to the first token, s", title)
+    return _write(figure, path)
+
+
+def _label(axes: Any, x: str, y: str, title: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
     axes.set_title(title)
     axes.legend(frameon=False)
-    return _write(figure, path)
 
 
 def _new_figure(width: float, height: float) -> Any:

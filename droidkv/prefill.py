@@ -180,14 +180,13 @@ def read_only(receiver: DecoderModel, context: Context, hidden: Tensor, axis: To
     return hidden
 
 
-@torch.no_grad()
-def forward_suffix(
+def read_suffix(
     receiver: DecoderModel,
     context: Context,
     suffix_ids: Tensor,
     attention_mask: Tensor | None = None,
 ) -> Tensor:
-    """Read a suffix behind the context.
+    """Read a suffix behind the context; gradients flow back to what is in it.
 
     Args:
         receiver: The model that answers.
@@ -205,6 +204,17 @@ def forward_suffix(
     first = context.axis.next_position
     axis = TokenAxis.of_mask(attention_mask.to(receiver.device), first)
     return forward(receiver, context, receiver.embed(suffix_ids), axis)
+
+
+@torch.no_grad()
+def forward_suffix(
+    receiver: DecoderModel,
+    context: Context,
+    suffix_ids: Tensor,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """As `read_suffix`, without gradients: for answering."""
+    return read_suffix(receiver, context, suffix_ids, attention_mask)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from droidkv.evaluate import (
     TokenItem,
     decode_plans,
     evaluate_plan,
-    full_prefill_answer,
+    full_prefill_states,
 )
 from droidkv.jsonio import sha256_file
 from droidkv.loading import LoadedModel
@@ -213,9 +213,13 @@ class Job:
         return self._first[index]
 
     def _answer(self, item: Item) -> TokenItem:
+        answer, _ = self._states(item)
+        return answer
+
+    def _states(self, item: Item) -> tuple[TokenItem, torch.Tensor]:
         encoded = self.encode(item)
         answering = self.reference or self.receiver
-        return full_prefill_answer(
+        return full_prefill_states(
             answering.model,
             encoded.prefix_ids,
             encoded.suffix_ids,
@@ -260,9 +264,9 @@ class Job:
 
     def refine_item(self, item: Item, starts: Sequence[int]) -> RefineItem:
         """A calibration item as both models see it, with the sender's E of some starts."""
-        answer = self._answer(item)
+        answer, hidden = self._states(item)
         captured = capture(self.sender.model, answer.prefix_ids[None], hidden_layers=starts)
-        return RefineItem.of(self.receiver.model, answer, captured)
+        return RefineItem(answer, captured, hidden)
 
     def score(self, item: Item, answer_ids: Sequence[int]) -> float:
         text = self.receiver.tokenizer.decode(list(answer_ids), skip_special_tokens=True)

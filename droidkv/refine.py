@@ -16,12 +16,12 @@ from random import Random
 import torch
 from torch import Tensor
 
-from droidkv.cache import CapturedCache, TokenAxis
+from droidkv.cache import CapturedCache
 from droidkv.errors import StitchError
 from droidkv.evaluate import TokenItem
 from droidkv.models import DecoderModel
 from droidkv.plan import ReusePlan
-from droidkv.prefill import forward, forward_suffix, full_prefill, recompute_group
+from droidkv.prefill import read_suffix, recompute_group
 from droidkv.stitch import StitchMap
 
 _WARM_UP_STEPS = 20
@@ -71,11 +71,6 @@ class RefineItem:
     answer: TokenItem
     captured: CapturedCache
     hidden: Tensor
-
-    @classmethod
-    def of(cls, receiver: DecoderModel, answer: TokenItem, captured: CapturedCache) -> RefineItem:
-        context = full_prefill(receiver, answer.prefix_ids[None])
-        return cls(answer, captured, forward_suffix(receiver, context, answer.forced_ids))
 
 
 def refine_stitch(
@@ -192,9 +187,7 @@ def _kl(
     """KL(full prefill || plan) in nats: means over the answer's steps, and over those before."""
     entering = stitch.apply(plan.group.start, item.captured.hidden[plan.group.start])
     context = recompute_group(receiver, entering, item.captured, plan)
-    forced = item.answer.forced_ids.to(receiver.device)
-    axis = TokenAxis.of_mask(torch.ones_like(forced), context.axis.next_position)
-    hidden = forward(receiver, context, receiver.embed(forced), axis)
+    hidden = read_suffix(receiver, context, item.answer.forced_ids)
     log_probs = receiver.logits(hidden)[0].float().log_softmax(dim=-1)
     with torch.no_grad():
         full = receiver.logits(item.hidden)[0].float().log_softmax(dim=-1)

@@ -70,11 +70,11 @@ class RunFolder:
             on_progress: Told after each step.
         """
         files = self._files(stage, num_steps)
-        on_progress(stage, sum(file.exists() for file in files), num_steps)
-        while missing := [step for step in range(num_steps) if not files[step].exists()]:
+        on_progress(stage, num_steps - len(self.missing(stage, num_steps)), num_steps)
+        while missing := self.missing(stage, num_steps):
             if not any(self._try(files[step], step, work) for step in missing):
                 time.sleep(WAIT_SECONDS)
-            on_progress(stage, sum(file.exists() for file in files), num_steps)
+            on_progress(stage, num_steps - len(self.missing(stage, num_steps)), num_steps)
         return [read_json(file, ProfileError) for file in files]
 
     def missing(self, stage: str, num_steps: int) -> list[int]:

@@ -9,7 +9,7 @@ from tiny import NUM_LAYERS, VOCAB_SIZE, tiny_model
 
 from droidkv.capture import capture
 from droidkv.errors import StitchError
-from droidkv.evaluate import evaluate_plan, full_prefill_answer
+from droidkv.evaluate import evaluate_plan, full_prefill_states
 from droidkv.models import DecoderModel
 from droidkv.plan import ReusePlan
 from droidkv.profile import read_profile
@@ -24,9 +24,9 @@ def made_items(sender: DecoderModel, receiver: DecoderModel, count: int) -> list
     items = []
     for _ in range(count):
         ids = torch.randint(3, VOCAB_SIZE, (24,)).tolist()
-        answer = full_prefill_answer(receiver, ids[:20], ids[20:], 4, [])
+        answer, hidden = full_prefill_states(receiver, ids[:20], ids[20:], 4, [])
         captured = capture(sender, answer.prefix_ids[None], hidden_layers=range(1, NUM_LAYERS))
-        items.append(RefineItem.of(receiver, answer, captured))
+        items.append(RefineItem(answer, captured, hidden))
     return items
 
 

@@ -73,7 +73,7 @@ class Curve:
         """
         where = str(path)
         fields = Fields(read_json(path, PairError), where, PairError)
-        fields.take("schema_version", int, choices=(SCHEMA_VERSION,))
+        fields.take_version(SCHEMA_VERSION, "train anew")
         curve = cls(
             mode=fields.take("mode", str),
             train=_points(fields, "train", where),
