@@ -17,6 +17,7 @@ import torch
 
 from droidkv.models import DecoderModel
 from droidkv.provenance import provenance
+from droidkv.records import Provenance
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -104,25 +105,32 @@ class PeakRss:
 
 def surroundings(model: DecoderModel, seed: int, command: str, seconds: float) -> dict[str, object]:
     """Where and by what a benchmark was measured, and how busy the machine was at its end."""
-    made = provenance(command, seed, str(model.device), dtype_name(model), seconds)
+    made = provenance(command, seed, str(model.device), dtype_name(model), round(seconds, 1))
     return {
-        "command": made.command,
-        "created": made.created,
-        "git_commit": made.git_commit,
-        "seed": seed,
-        "machine": made.machine,
+        **run_table(made),
         "device": device_name(model.device),
-        "dtype": made.dtype,
         "torch_threads": torch.get_num_threads(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-        "packages": dict(made.packages),
         "model": {
             "type": model.config.model_type,
             "num_layers": model.num_layers,
             "hidden_size": model.shape.hidden_size,
             "vocab_size": model.shape.vocab_size,
         },
-        "seconds": round(seconds, 1),
+    }
+
+
+def run_table(made: Provenance) -> dict[str, object]:
+    """By what and where a benchmark was measured, and how busy the machine is now."""
+    return {
+        "command": made.command,
+        "created": made.created,
+        "git_commit": made.git_commit,
+        "seed": made.seed,
+        "machine": made.machine,
+        "dtype": made.dtype,
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "packages": dict(made.packages),
+        "seconds": made.seconds,
     }
 
 

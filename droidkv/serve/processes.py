@@ -50,10 +50,7 @@ class ServerProcess:
                 time.sleep(_POLL_SECONDS)
         ended = self.process.poll()
         how = f"did not answer within {seconds:.0f} s" if ended is None else f"ended with {ended}"
-        tail = self.log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:]
-        raise ServeError(
-            f"expected the server to start, but it {how}; {self.log} ends with:\n{tail}"
-        )
+        raise ServeError(f"expected the server to start, but it {how}; {end_of(self.log)}")
 
 
 @contextmanager
@@ -78,6 +75,12 @@ def serving(
         yield ServerProcess(f"http://127.0.0.1:{port}", process, log)
     finally:
         _stop(process)
+
+
+def end_of(log: Path) -> str:
+    """The last words of a process, for messages."""
+    tail = log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:]
+    return f"{log} ends with:\n{tail}"
 
 
 def free_port() -> int:

@@ -21,10 +21,11 @@ from statistics import median
 from typing import IO, Any
 
 from droidkv.bench.prefill import middle_group
-from droidkv.bench.timing import rounded
+from droidkv.bench.timing import rounded, run_table
 from droidkv.calibration_fit import prediction_error
 from droidkv.costs import ModelShape, plan_bytes, transition_bytes
 from droidkv.errors import PlanError, ServeError
+from droidkv.loading import DTYPES
 from droidkv.model_identity import load_config
 from droidkv.pair import Pair
 from droidkv.plan import ReusePlan
@@ -35,6 +36,7 @@ from droidkv.serve.audit import record_from_json
 from droidkv.serve.connector_plan import LOAD_ORDERS, AuditRecord
 from droidkv.serve.launch import transfer_config
 from droidkv.serve.link_model import calibration_of_runs, predicted_seconds
+from droidkv.serve.processes import end_of
 from droidkv.serve.settings import DEFAULT_CHUNK_TOKENS, ServeSettings
 
 LENGTHS = (512, 1024, 2048, 4096)
@@ -43,7 +45,6 @@ LINK_TOKENS = 1024
 LINK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # Of 30 layers: none, 5, 10, 15.
 SHARES = (0.0, 1 / 6, 1 / 3, 1 / 2)
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ENVIRONMENT = {
     "LMCACHE_TRACK_USAGE": "false",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -53,7 +54,6 @@ _ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 _FIRST_TOKEN_ID = 3
-_LOG_TAIL = 3000
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,8 @@ class EngineProcess:
         """
         line = _pipe(self._process.stdout).readline()
         if not line:
-            tail = self._log.read_text(encoding="utf-8", errors="replace")[-_LOG_TAIL:]
             raise ServeError(
-                f"expected the engine {self.name!r} to answer, but it ended; {self._log} ends "
-                f"with:\n{tail}"
+                f"expected the engine {self.name!r} to answer, but it ended; {end_of(self._log)}"
             )
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -183,7 +181,7 @@ def bench_ttft(
     """
     began = time.perf_counter()
     config = load_config(pair.receiver)
-    shape = ModelShape.from_config(config.to_dict(), _BYTES[settings.dtype])
+    shape = ModelShape.from_config(config.to_dict(), DTYPES[settings.dtype].itemsize)
     plans = _plans(settings, shape.num_layers)
     _check_lengths(settings)
     settings.folder.mkdir(parents=True, exist_ok=True)
@@ -203,17 +201,7 @@ def bench_ttft(
     made = provenance(
         command, settings.seed, "cpu", settings.dtype, round(time.perf_counter() - began, 1)
     )
-    return result | {
-        "command": made.command,
-        "created": made.created,
-        "git_commit": made.git_commit,
-        "seed": made.seed,
-        "machine": made.machine,
-        "dtype": made.dtype,
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-        "packages": dict(made.packages),
-        "seconds": made.seconds,
-    }
+    return result | run_table(made)
 
 
 class _Bench:
