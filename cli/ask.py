@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from .places import named_evidence
 from .table import table
 
 if TYPE_CHECKING:
+    from droidkv.confirmation import Evidence
     from droidkv.plan import ReusePlan
     from droidkv.profile import Profile
     from droidkv.tasks import Item
@@ -72,6 +73,7 @@ def ask(
     """
     if (document is None) != (question is None):
         raise click.UsageError("--document and --question go together")
+    from droidkv.confirmation import own_evidence, trained_for
     from droidkv.pair import read_pair
     from droidkv.plan import ReusePlan
     from droidkv.tasks import get_task
@@ -84,12 +86,14 @@ def ask(
             f"name the right one with --profile"
         )
     if plan_text is None:
-        plan = _picked(evidence.profile, max_loss)
+        source, plan = _picked(evidence, profile, max_loss)
     else:
         plan = ReusePlan.parse(plan_text, profile.num_layers)
+        source = trained_for(plan, evidence) or own_evidence(path, profile)
     task = get_task(profile.task.name, **profile.task.options)
     if document is None:
-        measured = {item.id for each in (profile, evidence.profile) for item in each.items}
+        profiles = [profile, *(each.profile for each in evidence)]
+        measured = {item.id for each in profiles for item in each.items}
         asked = _unseen(
             measured, task.name, task.items("eval", len(measured) + items, profile.task.seed)
         )
@@ -105,7 +109,7 @@ def ask(
 
     sender, receiver = load_pair(pair, dtype, device)
     require_identity(profile, sender.fingerprint, receiver.fingerprint)
-    stitch = load_map(path, profile) if plan.operator == "stitch" else None
+    stitch = load_map(source.path, source.profile) if plan.operator == "stitch" else None
     encoded = [
         encode_shared(item, sender.tokenizer, receiver.tokenizer, pair.chat) for item in asked
     ]
@@ -130,21 +134,26 @@ def ask(
         results.append(entry)
     console.progress("questions", len(asked), len(asked))
     ways_told = _summary(results)
+    map_file = source.map_file(plan)
     value = {
         "profile": str(path),
         "pair": pair.name,
         "plan": str(plan),
-        "picked_from": None if plan_text else str(evidence.path),
+        "picked_from": None if plan_text else str(source.path),
+        "map": None if map_file is None else str(map_file),
         "ways": ways_told,
         "items": results,
     }
-    origin = "" if plan_text else f"; {evidence.remark}"
+    origin = "" if map_file is None else f" through {map_file}"
+    origin += "" if plan_text else f"; {source.remark}"
     lines = _lines(plan, profile.num_layers, origin, results)
     console.result(value, [*lines, "", *_way_lines(ways_told)])
 
 
-def _picked(profile: Profile, max_loss: float | None) -> ReusePlan:
-    from droidkv.policy import DEFAULT_MAX_LOSS, pick
+def _picked(
+    evidence: Sequence[Evidence], profile: Profile, max_loss: float | None
+) -> tuple[Evidence, ReusePlan]:
+    from droidkv.policy import DEFAULT_MAX_LOSS, pick, pick_among
 
     objective = choose_objective(profile, None)
     if max_loss is None and objective != "score":
@@ -153,7 +162,10 @@ def _picked(profile: Profile, max_loss: float | None) -> ReusePlan:
             f"--max-loss or --plan"
         )
     limit = DEFAULT_MAX_LOSS if max_loss is None else max_loss
-    return pick(profile, limit, objective=objective).plan
+    source, choice = pick_among(
+        evidence, lambda measured: pick(measured, limit, objective=objective)
+    )
+    return source, choice.plan
 
 
 def _unseen(measured: set[str], task_name: str, items: list[Item]) -> list[Item]:

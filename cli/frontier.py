@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,6 +26,9 @@ from .options import (
 )
 from .places import named_evidence, read_named_profile
 from .units import SECONDS
+
+if TYPE_CHECKING:
+    from droidkv.profile import Profile
 
 cost_option = click.option(
     "--cost",
@@ -55,6 +58,7 @@ def frontier() -> None:
 @objective_option
 @cost_option
 @only_operator_option
+@unconfirmed_option
 @workload_options
 @click.option("--all", "show_all", is_flag=True, help="Every measured plan, not only the frontier.")
 @click.pass_obj
@@ -64,6 +68,7 @@ def show(
     objective: str | None,
     cost: Any,
     operators: Any,
+    unconfirmed: bool,
     prefix_tokens: int | None,
     suffix_tokens: int | None,
     bandwidth: float | None,
@@ -72,16 +77,33 @@ def show(
 ) -> None:
     """Print the frontier as a table, cheapest plan first.
 
-    The full prefill stands in it even where a cheaper plan loses nothing either.
+    The full prefill stands in it even where a cheaper plan loses nothing either. Below it stand
+    the plans that were measured again on fresh items, in NAME.confirm.json and
+    NAME.refined.confirm.json.
     """
     from droidkv.objectives import measure
 
-    path, profile = read_named_profile(profile_name)
+    path, profile, evidence = named_evidence(profile_name, unconfirmed)
     chosen = choose_objective(profile, objective)
     calibration = calibration_for(profile, calibration_file)
     workload = workload_of(profile, prefix_tokens, suffix_tokens, bandwidth, calibration)
-    points = measure(profile, chosen, cost, workload, operators)
-    rows = frontier_rows(profile, points, workload, show_all)
+
+    def rows_of(measured: Profile) -> list[dict[str, Any]]:
+        points = measure(measured, chosen, cost, workload, operators)
+        return frontier_rows(measured, points, workload, show_all)
+
+    rows = rows_of(profile)
+    lines = [*header_lines(path, profile, workload), "", *point_lines(rows, chosen)]
+    confirmed = []
+    for each in evidence:
+        if each.path == path:
+            continue
+        fresh = rows_of(each.profile)
+        confirmed.append(
+            {"profile": str(each.path), "num_items": each.profile.num_items, "plans": fresh}
+        )
+        lines += ["", f"{each.path}: n = {each.profile.num_items} fresh items", ""]
+        lines += point_lines(fresh, chosen)
     value = {
         "profile": str(path),
         "pair": profile.pair,
@@ -92,9 +114,10 @@ def show(
         "prefix_tokens": workload.prefix_tokens,
         "suffix_tokens": workload.suffix_tokens,
         "plans": rows,
+        "confirmed": confirmed,
     }
-    lines = [*header_lines(path, profile, workload), "", *point_lines(rows, chosen)]
-    console.result(value, lines)
+    remarks = [f"plans are {each.remark}" for each in evidence]
+    console.result(value, [*lines, "", *remarks])
 
 
 @frontier.command(
@@ -172,40 +195,48 @@ def pick(
 ) -> int:
     """Choose the plan to run.
 
-    It is the cheapest within the loss; with an SLO, the one of least loss within both. Picks by
-    the profile's confirmation, NAME.confirm.json, where `droidkv confirm` made one. Says what
-    bound the choice, and when reuse does not pay. Exits with 1 if no plan meets the SLO.
+    It is the cheapest within the loss; with an SLO, the one of least loss within both. Where
+    `droidkv confirm` or `droidkv refine` measured plans on fresh items, picks among these, and
+    says by which file. Says what bound the choice, and when reuse does not pay. Exits with 1 if
+    no plan meets the SLO.
     """
-    from droidkv.policy import DEFAULT_MAX_LOSS
+    from droidkv.policy import DEFAULT_MAX_LOSS, pick_among
     from droidkv.policy import pick as pick_plan
 
-    path, _, evidence = named_evidence(profile_name, unconfirmed)
-    profile = evidence.profile
+    path, profile, evidence = named_evidence(profile_name, unconfirmed)
     chosen = choose_objective(profile, objective)
     if max_loss is None and chosen != "score":
         raise click.UsageError(
             f"the loss is measured in {chosen} here, which has no default limit; give --max-loss"
         )
     calibration = calibration_for(profile, calibration_file)
-    choice = pick_plan(
-        profile,
-        DEFAULT_MAX_LOSS if max_loss is None else max_loss,
-        slo_ttft,
-        bandwidth,
-        prefix_tokens,
-        suffix_tokens,
-        calibration,
-        operators,
-        chosen,
+    workload = workload_of(profile, prefix_tokens, suffix_tokens, bandwidth, calibration)
+    picked, choice = pick_among(
+        evidence,
+        lambda measured: pick_plan(
+            measured,
+            DEFAULT_MAX_LOSS if max_loss is None else max_loss,
+            slo_ttft,
+            bandwidth,
+            workload.prefix_tokens,
+            workload.suffix_tokens,
+            calibration,
+            operators,
+            chosen,
+        ),
     )
+    map_file = picked.map_file(choice.plan)
     value = {
         "profile": str(path),
-        "picked_from": str(evidence.path),
-        "is_confirmed": evidence.is_confirmed,
+        "picked_from": str(picked.path),
+        "is_confirmed": picked.is_confirmed,
+        "map": None if map_file is None else str(map_file),
         "pair": profile.pair,
         **choice.to_json(),
     }
-    console.result(value, [*choice.message, evidence.remark])
+    lines = [*choice.message, picked.remark]
+    lines += [] if map_file is None else [f"its stitching map is {map_file}"]
+    console.result(value, lines)
     return exits.CHECK_FAILED if choice.meets_slo is False else exits.OK
 
 

@@ -89,8 +89,8 @@ def operator_option(help_text: str) -> Callable[[Decorated], Decorated]:
 unconfirmed_option = click.option(
     "--unconfirmed",
     is_flag=True,
-    help="Pick from the profile itself, even where a confirmation of it, NAME.confirm.json, lies "
-    "beside it.",
+    help="Use the profile's own measurements, even where NAME.confirm.json or "
+    "NAME.refined.confirm.json lies beside it.",
 )
 
 objective_option = click.option(

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 CHECKED_ITEMS = 4
 
 
-@click.group(cls=Group)
+@click.group(cls=Group, elsewhere={"train": "droidkv train plain PAIR"})
 def pair() -> None:
-    """List, show and check ordered pairs of models."""
+    """List, show and check ordered pairs of models.
+
+    `droidkv train plain` trains the receiver of one.
+    """
 
 
 @pair.command(

@@ -62,20 +62,20 @@ def read_named_profile(name_or_path: str) -> tuple[Path, Profile]:
     return path, read_profile(path)
 
 
-def named_evidence(name_or_path: str, unconfirmed: bool) -> tuple[Path, Profile, Evidence]:
-    """A profile, its file, and the measurements to pick a plan from.
+def named_evidence(name_or_path: str, unconfirmed: bool) -> tuple[Path, Profile, list[Evidence]]:
+    """A profile, its file, and the files of measurements to pick a plan from.
 
     Args:
         name_or_path: See `find_profile`.
         unconfirmed: The profile's own measurements, whatever lies beside it.
 
     Raises:
-        ProfileError: See `read_named_profile`; or the confirmation is damaged.
+        ProfileError: See `read_named_profile`; or a confirmation is damaged.
     """
-    from droidkv.confirmation import best_evidence, own_evidence
+    from droidkv.confirmation import all_evidence, own_evidence
 
     path, profile = read_named_profile(name_or_path)
-    evidence = own_evidence(path, profile) if unconfirmed else best_evidence(path, profile)
+    evidence = [own_evidence(path, profile)] if unconfirmed else all_evidence(path, profile)
     return path, profile, evidence
 
 

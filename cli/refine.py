@@ -59,8 +59,9 @@ def refine(
     The profile's map brings the sender's hidden state near the receiver's. Here it is trained so
     that the receiver answers through the plan as after its own full prefill, which needs fewer
     layers. The plans are then measured on fresh items. The new map lies beside the new profile; the
-    old ones stay as they are.
+    old ones stay as they are. Whoever picks from the profile looks there too.
     """
+    from droidkv.confirmation import refined_path
     from droidkv.pair import read_pair
     from droidkv.plan import ReusePlan
 
@@ -68,7 +69,7 @@ def refine(
     groups = [ReusePlan.parse(text, profile.num_layers).group for text in plan_texts]
     plans = [ReusePlan.of(group.start, group.stop, "stitch") for group in groups]
     pair = read_pair(pair_name or profile.pair)
-    target = output or path.with_name(f"{path.stem}.refined.confirm.json")
+    target = output or refined_path(path)
 
     console.keeps_run_of(target)
 

@@ -1,17 +1,20 @@
-"""Which measurements plans are picked from: a profile's own, or their confirmation on fresh items.
+"""Which measurements plans are picked from: a profile's own, or those on fresh items.
 
 The best of many plans looks better on the items that chose it than on others. So where
-`NAME.confirm.json` lies beside `NAME.json` and is of the same models, task and map, it counts.
+`NAME.confirm.json` or, with a trained map, `NAME.refined.confirm.json` lies beside `NAME.json` and
+is of the same models and task, these count. Each file's stitched plans go through its own map.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from droidkv.differences import differences
+from droidkv.plan import ReusePlan
 from droidkv.profile import Profile, read_profile
 
 _SUFFIX = ".confirm.json"
@@ -19,7 +22,7 @@ _SUFFIX = ".confirm.json"
 
 @dataclass(frozen=True)
 class Evidence:
-    """The measurements to pick a plan from.
+    """Measurements to pick a plan from.
 
     Attributes:
         path: Their file.
@@ -33,38 +36,57 @@ class Evidence:
     is_confirmed: bool
     remark: str
 
+    def map_file(self, plan: ReusePlan) -> Path | None:
+        """The stitching map that the plan went through; None = the plan copies."""
+        stitch = self.profile.stitch
+        if plan.operator == "copy" or stitch is None:
+            return None
+        return self.path.with_name(stitch.file)
+
 
 def confirmation_path(profile_file: Path) -> Path:
     """Where the confirmation of a profile lies: `NAME.confirm.json` beside `NAME.json`."""
     return profile_file.with_name(f"{profile_file.stem}{_SUFFIX}")
 
 
-def best_evidence(path: Path, profile: Profile) -> Evidence:
-    """The confirmation beside a profile where there is one that fits, else the profile itself.
+def refined_path(profile_file: Path) -> Path:
+    """Where plans are confirmed through a trained map: `NAME.refined.confirm.json` beside it."""
+    return profile_file.with_name(f"{profile_file.stem}.refined{_SUFFIX}")
+
+
+def all_evidence(path: Path, profile: Profile) -> list[Evidence]:
+    """The confirmations beside a profile that fit it; the profile itself if none does.
 
     Args:
-        path: The profile's file; a confirmation's own file is its own best evidence.
+        path: The profile's file; a confirmation's own file is its own evidence.
         profile: What it holds.
 
     Raises:
-        ProfileError: The file that lies there is damaged.
+        ProfileError: A file that lies there is damaged.
         StorageError: It could not be read.
     """
     own = own_evidence(path, profile)
-    confirmed_path = confirmation_path(path)
     if own.is_confirmed:
-        return own
-    if not confirmed_path.exists():
-        return _with_remark(own, f"`droidkv confirm {path}` measures that")
-    confirmed = read_profile(confirmed_path)
-    if found := _mismatches(profile, confirmed):
-        return _with_remark(
-            own,
-            f"{confirmed_path} is no confirmation of it, for it differs in {', '.join(found)}: "
-            f"run `droidkv confirm {path}` again",
-        )
-    remark = f"picked by {confirmed.num_items} fresh items, in {confirmed_path}"
-    return Evidence(confirmed_path, confirmed, True, remark)
+        return [own]
+    found, advice = [], []
+    for made_by, each in (("confirm", confirmation_path(path)), ("refine", refined_path(path))):
+        if not each.exists():
+            continue
+        confirmed = read_profile(each)
+        if fields := _mismatches(profile, confirmed, has_own_map=made_by == "refine"):
+            advice.append(
+                f"{each} is no confirmation of it, for it differs in {', '.join(fields)}: "
+                f"run `droidkv {made_by} {path}` again"
+            )
+        else:
+            remark = f"picked by {confirmed.num_items} fresh items, in {each}"
+            found.append(Evidence(each, confirmed, True, remark))
+    if not found:
+        found, advice = [own], advice or [f"`droidkv confirm {path}` measures that"]
+    if advice:
+        more = "; ".join(advice)
+        found = [dataclasses.replace(each, remark=f"{each.remark}: {more}") for each in found]
+    return found
 
 
 def own_evidence(path: Path, profile: Profile) -> Evidence:
@@ -75,17 +97,21 @@ def own_evidence(path: Path, profile: Profile) -> Evidence:
     return Evidence(path, profile, False, remark)
 
 
-def _with_remark(own: Evidence, more: str) -> Evidence:
-    return dataclasses.replace(own, remark=f"{own.remark}: {more}")
+def trained_for(plan: ReusePlan, evidence: Sequence[Evidence]) -> Evidence | None:
+    """The measurements whose map was trained for this very plan, if there are any."""
+    for each in evidence:
+        if each.profile.stitch is not None and str(plan) in each.profile.stitch.refined:
+            return each
+    return None
 
 
-def _mismatches(profile: Profile, confirmed: Profile) -> list[str]:
+def _mismatches(profile: Profile, confirmed: Profile, has_own_map: bool) -> list[str]:
     """Names of the fields by which one is no confirmation of the other."""
     found = [each.field for each in differences(_kind(profile), _kind(confirmed))]
     for role in ("sender", "receiver"):
         mine, theirs = (getattr(each, role).fingerprint for each in (profile, confirmed))
         found += [f"{role}.{each.field}" for each in mine.differences(theirs)]
-    if confirmed.stitch is not None:
+    if confirmed.stitch is not None and not has_own_map:
         fitted = profile.stitch.sha256 if profile.stitch else None
         found += ["stitch.sha256"] if confirmed.stitch.sha256 != fitted else []
     if {item.id for item in profile.items} & {item.id for item in confirmed.items}:

@@ -7,9 +7,10 @@ of many on the profile's own items, so its loss elsewhere tends to be a little l
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from droidkv.choice import Bound, Choice
+from droidkv.confirmation import Evidence
 from droidkv.errors import CalibrationError, ProfileError
 from droidkv.frontier import Measurement, cheapest_within, interval_allows
 from droidkv.objectives import Cost, Objective, Workload, measure, plan_cost
@@ -18,7 +19,7 @@ from droidkv.profile import Profile
 from droidkv.quality import Interval, unseen_share
 from droidkv.ttft import Calibration, Order, break_even_prefix_tokens
 
-__all__ = ["DEFAULT_MAX_LOSS", "Choice", "pick"]
+__all__ = ["DEFAULT_MAX_LOSS", "Choice", "pick", "pick_among"]
 
 DEFAULT_MAX_LOSS = 5.0
 
@@ -120,6 +121,28 @@ def pick(
         profile.stitch.rank if profile.stitch else 0,
     )
     return dataclasses.replace(choice, break_even_prefix_tokens=break_even)
+
+
+def pick_among(
+    evidence: Sequence[Evidence], choose: Callable[[Profile], Choice]
+) -> tuple[Evidence, Choice]:
+    """The best of what each file of measurements picks, and which file that is.
+
+    Args:
+        evidence: One or more files of one pair; each file's stitched plans have its own map.
+        choose: `pick` with the limits and the workload, the same for all.
+    """
+    choices = [(each, choose(each.profile)) for each in evidence]
+    return min(choices, key=lambda found: _rank(found[1]))
+
+
+def _rank(choice: Choice) -> tuple[int, float, float]:
+    """Smaller is better: as `pick` prefers one plan to another."""
+    if choice.loss > choice.max_loss:
+        return (2, choice.loss, choice.chosen.cost)
+    if choice.meets_slo:
+        return (0, choice.loss, choice.chosen.cost)
+    return (1, choice.chosen.cost, choice.loss)
 
 
 def _check_limits(

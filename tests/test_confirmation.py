@@ -8,7 +8,14 @@ import made_profiles
 import pytest
 from made_profiles import fingerprint, item, record
 
-from droidkv.confirmation import best_evidence, confirmation_path, own_evidence
+from droidkv.confirmation import (
+    Evidence,
+    all_evidence,
+    confirmation_path,
+    own_evidence,
+    refined_path,
+    trained_for,
+)
 from droidkv.errors import ProfileError
 from droidkv.plan import ReusePlan
 from droidkv.profile import ModelRecord, Profile, write_profile
@@ -28,6 +35,50 @@ def written(folder: Path, confirmed: Profile) -> Path:
     write_profile(path, PROFILE)
     write_profile(confirmation_path(path), confirmed)
     return path
+
+
+def best_evidence(path: Path, profile: Profile) -> Evidence:
+    (only,) = all_evidence(path, profile)
+    return only
+
+
+def refined(**changes: Any) -> Profile:
+    """One of a trained map, with two stitched plans, on as many fresh items."""
+    trained = dataclasses.replace(
+        made_profiles.stitch(),
+        file="trained.safetensors",
+        sha256=made_profiles.sha(7),
+        refined=("[2,3)+stitch",),
+    )
+    plans = [ReusePlan.of(0, 0), ReusePlan.of(2, 3, "stitch"), ReusePlan.of(0, 4)]
+    records = [record(plan, [1.0] * 6) for plan in plans]
+    return made_profiles.profile(records, **{"items": FRESH, "stitch": trained, **changes})
+
+
+def test_a_trained_map_counts_beside_the_confirmation(tmp_path: Path) -> None:
+    path = written(tmp_path, confirmation())
+    write_profile(refined_path(path), refined())
+    first, second = all_evidence(path, PROFILE)
+    assert (first.profile, second.profile) == (confirmation(), refined())
+    assert second.is_confirmed and "tiny.refined.confirm.json" in second.remark
+    stitched = ReusePlan.of(2, 3, "stitch")
+    assert second.map_file(stitched) == tmp_path / "trained.safetensors"
+    assert first.map_file(stitched) == tmp_path / "tiny.safetensors"
+    assert second.map_file(ReusePlan.of(2, 3)) is None
+    assert trained_for(stitched, [first, second]) is second
+    assert trained_for(ReusePlan.of(1, 3, "stitch"), [first, second]) is None
+    assert [each.path for each in all_evidence(refined_path(path), refined())] == [
+        refined_path(path)
+    ]
+
+
+def test_a_trained_map_of_other_models_is_left_out_and_named(tmp_path: Path) -> None:
+    path = written(tmp_path, confirmation())
+    write_profile(refined_path(path), refined(receiver=ModelRecord("tuned", fingerprint(12))))
+    evidence = best_evidence(path, PROFILE)
+    assert evidence.profile == confirmation()
+    assert "tiny.refined.confirm.json is no confirmation" in evidence.remark
+    assert f"differs in receiver.weights: run `droidkv refine {path}`" in evidence.remark
 
 
 def test_a_confirmation_beside_the_profile_counts(tmp_path: Path) -> None:

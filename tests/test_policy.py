@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_profiles import FAST_LOAD, fingerprint, item, profile, record, smooth_profile
 
+from droidkv.confirmation import Evidence
 from droidkv.errors import CalibrationError, ProfileError
 from droidkv.frontier import pareto_front
 from droidkv.objectives import Workload, measure
 from droidkv.plan import ReusePlan
-from droidkv.policy import Choice, pick
+from droidkv.policy import Choice, pick, pick_among
 from droidkv.profile import ModelRecord, Profile
 
 NONE, SHORT, LONG, FULL = (ReusePlan.of(*g) for g in ((0, 0), (1, 2), (1, 4), (0, 4)))
@@ -201,6 +203,33 @@ def test_an_slo_that_nothing_meets_is_reported() -> None:
     choice = on_machine(slo_ttft_seconds=1e-6)
     assert (choice.plan, choice.meets_slo, choice.fast_reuse) == (STITCHED, False, None)
     assert "no plan takes 1e-06 s or less" in text(choice)
+
+
+def test_of_several_files_the_one_with_the_best_plan_is_picked_from() -> None:
+    """Two layers copied in one file, one stitched in the other, which loses more."""
+    copied = profile([record(NONE, scores(60)), record(ReusePlan.of(1, 3), scores(0))])
+    trained = profile(
+        [record(NONE, scores(60)), record(STITCHED, scores(4)), record(FULL, scores(0))]
+    )
+    evidence = [
+        Evidence(Path(name), each, True, "")
+        for name, each in (("copied", copied), ("trained", trained))
+    ]
+
+    def picked(max_loss: float, slo: float | None = None) -> tuple[str, ReusePlan]:
+        machine = None if slo is None else FAST_LOAD
+        for order in (evidence, evidence[::-1]):
+            found, choice = pick_among(
+                order, lambda each: pick(each, max_loss, slo, None, 1000, 10, machine)
+            )
+        return str(found.path), choice.plan
+
+    assert picked(5) == ("trained", STITCHED)
+    assert picked(1) == ("copied", ReusePlan.of(1, 3))
+    # With time to spare, less loss is better than less time.
+    assert picked(5, slo=100) == ("copied", ReusePlan.of(1, 3))
+    # Where nothing is fast enough, the fastest within the loss.
+    assert picked(5, slo=1e-6) == ("trained", STITCHED)
 
 
 def test_limits_without_a_machine_or_sense_are_refused() -> None:

@@ -220,21 +220,24 @@ def _check_receiver(
     yield Check("sender", "ok", f"reads namespace {namespace}")
     status: Status = "ok"
     advice = ""
+    limit = f"loss at most {settings.max_loss:g}"
+    if pair.evidence is not None:
+        limit += f" by {pair.evidence.path}"
     if settings.plan is not None:
         plan = ReusePlan.parse(settings.plan, num_layers)
         found = f"{plan} for every request that asks for none"
         starts = () if pair.stitch is None else pair.stitch.starts
         if plan.operator == "stitch" and plan.transition not in starts:
             status, advice = "fail", "no map was fitted for its start: choose another plan"
-    elif pair.profile is None:
+    elif pair.evidence is None:
         found = "none: only requests that ask for a plan reuse"
     elif settings.calibration is not None:
         plan_chooser(settings, pair, num_layers)
-        found = f"picked for each request: loss at most {settings.max_loss:g}"
+        found = f"picked for each request: {limit}"
     else:
         choose = plan_chooser(settings, pair, num_layers)
         picked = None if choose is None else choose(1, 1)
-        found = f"{picked or 'full prefill'}: loss at most {settings.max_loss:g}"
+        found = f"{picked or 'full prefill'}: {limit}"
         if picked is None:
             status, advice = "warn", "nothing will be reused: allow more with --max-loss"
     yield Check("plan", status, found, advice)

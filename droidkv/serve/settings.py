@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from droidkv.calibration_file import read_calibration
-from droidkv.confirmation import best_evidence
+from droidkv.confirmation import Evidence, all_evidence, own_evidence, trained_for
 from droidkv.errors import IdentityError, ServeError
 from droidkv.fields import Fields
 from droidkv.frontier import pareto_front
 from droidkv.identity import Fingerprint
 from droidkv.objectives import default_objective, measure
 from droidkv.plan import ReusePlan
-from droidkv.policy import DEFAULT_MAX_LOSS, pick
+from droidkv.policy import DEFAULT_MAX_LOSS, pick, pick_among
 from droidkv.profile import Profile, read_profile
 from droidkv.serve.connector_plan import LOAD_ORDERS, LoadOrder
 from droidkv.stitch import StitchMap
@@ -135,13 +135,13 @@ def needed_hidden_layers(settings: ServeSettings, identity: Fingerprint | None) 
             profile.sender.fingerprint.require_same(
                 identity, mine=f"the sender of {path}", theirs="the model being served"
             )
-        profile = best_evidence(Path(path), profile).profile
-        points = measure(profile, default_objective(profile))
-        layers |= {
-            point.plan.transition
-            for point in pareto_front(points)
-            if point.plan.transition is not None
-        }
+        for evidence in all_evidence(Path(path), profile):
+            points = measure(evidence.profile, default_objective(evidence.profile))
+            layers |= {
+                point.plan.transition
+                for point in pareto_front(points)
+                if point.plan.transition is not None
+            }
     return tuple(sorted(layers))
 
 
@@ -151,12 +151,13 @@ class ReceiverPair:
 
     Attributes:
         sender: Identity of the model whose caches it reads.
-        profile: The pair's profile, if there is one; its confirmation where that lies beside it.
-        stitch: The pair's map, if there is one.
+        evidence: What plans are picked from, if there is a profile: it, or the one of the
+            confirmations beside it that has the best plan.
+        stitch: The map its stitched plans go through, if there is one.
     """
 
     sender: Fingerprint
-    profile: Profile | None
+    evidence: Evidence | None
     stitch: StitchMap | None
 
 
@@ -177,7 +178,7 @@ def receiver_pair(
         ServeError: Nothing says whose caches to read.
         StitchError: The map is not the profile's.
     """
-    profile = None
+    evidence = stitch = None
     if settings.profiles:
         profile = read_profile(settings.profiles[0])
         profile.receiver.fingerprint.require_same(
@@ -193,6 +194,10 @@ def receiver_pair(
                 mine=f"the sender of {settings.profiles[0]}",
                 theirs=f"the model {settings.sender!r}",
             )
+        evidence = _evidence(settings, profile)
+        own = own_evidence(Path(settings.profiles[0]), profile)
+        # Copied plans can be confirmed without the map that requests may ask for.
+        stitch = _stitch_of(settings, evidence if evidence.profile.stitch else own)
     elif settings.sender is not None:
         sender = identify(settings.sender)
         if sender.differences(receiver) and not settings.allow_unprofiled:
@@ -201,16 +206,32 @@ def receiver_pair(
                 "got none; profile the pair and name the file in 'profiles', or accept an unknown "
                 "loss with 'allow_unprofiled': true"
             )
+        if settings.stitch is not None:
+            stitch = StitchMap.load(Path(settings.stitch))
     else:
         raise ServeError(
             "expected 'profiles' or 'sender' to say whose caches to read, got neither; "
             "name the pair's profile"
         )
     _require_same_cache(sender, receiver)
-    stitch = _stitch_of(settings, profile)
-    if profile is not None:
-        profile = best_evidence(Path(settings.profiles[0]), profile).profile
-    return ReceiverPair(sender, profile, stitch)
+    return ReceiverPair(sender, evidence, stitch)
+
+
+def _evidence(settings: ServeSettings, profile: Profile) -> Evidence:
+    """What this receiver picks plans from: one file, for a server has one map.
+
+    A fixed plan that a map was trained for decides; else the file with the best plan for requests
+    as long as the profile's items.
+    """
+    path = Path(settings.profiles[0])
+    evidence = all_evidence(path, profile)
+    if settings.plan is not None:
+        plan = ReusePlan.parse(settings.plan, profile.num_layers)
+        return trained_for(plan, evidence) or own_evidence(path, profile)
+    objective = default_objective(profile)
+    return pick_among(
+        evidence, lambda measured: pick(measured, settings.max_loss, objective=objective)
+    )[0]
 
 
 def _require_same_cache(sender: Fingerprint, receiver: Fingerprint) -> None:
@@ -238,9 +259,9 @@ def plan_chooser(
     if settings.plan is not None:
         plan = ReusePlan.parse(settings.plan, num_layers)
         return lambda prefix_tokens, suffix_tokens: plan
-    profile = pair.profile
-    if profile is None:
+    if pair.evidence is None:
         return None
+    profile = pair.evidence.profile
     objective = default_objective(profile)
     calibration = None
     if settings.calibration is not None:
@@ -269,11 +290,9 @@ def plan_chooser(
     )
 
 
-def _stitch_of(settings: ServeSettings, profile: Profile | None) -> StitchMap | None:
-    path = None if settings.stitch is None else Path(settings.stitch)
-    record = None if profile is None else profile.stitch
-    if path is None and record is not None:
-        path = Path(settings.profiles[0]).parent / record.file
-    if path is None:
-        return None
-    return StitchMap.load(path, None if record is None else record.sha256)
+def _stitch_of(settings: ServeSettings, evidence: Evidence) -> StitchMap | None:
+    record = evidence.profile.stitch
+    if record is None:
+        return None if settings.stitch is None else StitchMap.load(Path(settings.stitch))
+    file = settings.stitch or evidence.path.with_name(record.file)
+    return StitchMap.load(Path(file), record.sha256)

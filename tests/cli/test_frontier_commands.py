@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from command_line import error_of, run, run_json
-from made_profiles import FAST_LOAD, profile, record, shape, smooth_profile
+from made_profiles import FAST_LOAD, profile, record, shape, smooth_profile, stitch
 
 from droidkv.calibration_file import MeasuredCalibration, write_calibration
 from droidkv.plan import ReusePlan
@@ -128,6 +128,41 @@ def test_pick_goes_by_the_confirmation_unless_told_otherwise(tmp_path: Path) -> 
     assert "fresh items, in p.confirm.json" in run("frontier", "pick", "p.json").stdout
     unconfirmed = run_json("frontier", "pick", "p.json", "--unconfirmed")
     assert {**unconfirmed, "message": 0} == {**before, "message": 0}
+
+
+def test_pick_and_show_look_for_a_trained_map_by_themselves(tmp_path: Path) -> None:
+    baselines = [record(ReusePlan.of(0, 0), [0.0] * 4), record(ReusePlan.of(0, 4), [1.0] * 4)]
+    chosen = profile([*baselines, record(ReusePlan.of(1, 2), [1.0] * 4)])
+    fresh = tuple(dataclasses.replace(each, id=f"fresh/{each.id}") for each in chosen.items)
+    copied = profile([*baselines, record(ReusePlan.of(1, 3), [1.0] * 4)], items=fresh)
+    trained_map = dataclasses.replace(
+        stitch(), file="trained.safetensors", refined=("[2,3)+stitch",)
+    )
+    trained = profile(
+        [*baselines, record(ReusePlan.of(2, 3, "stitch"), [1.0] * 4)],
+        items=fresh,
+        stitch=trained_map,
+    )
+    write_profile("p.json", chosen)
+    write_profile("p.confirm.json", copied)
+    write_profile("p.refined.confirm.json", trained)
+    value = run_json("frontier", "pick", "p.json", "--max-loss", 5)
+    assert (value["plan"], value["picked_from"]) == ("[2,3)+stitch", "p.refined.confirm.json")
+    assert value["map"] == "trained.safetensors"
+    told = run("frontier", "pick", "p.json").stdout
+    assert "in p.refined.confirm.json" in told and "map is trained.safetensors" in told
+    copying = run_json("frontier", "pick", "p.json", "--operator", "copy")
+    assert (copying["plan"], copying["picked_from"]) == ("[1,3)", "p.confirm.json")
+    assert copying["map"] is None
+    assert run_json("frontier", "pick", "p.json", "--unconfirmed")["plan"] == "[1,2)"
+    shown = run_json("frontier", "show", "p.json")
+    assert "[1,2)" in [row["plan"] for row in shown["plans"]]
+    assert [(each["profile"], each["plans"][1]["plan"]) for each in shown["confirmed"]] == [
+        ("p.confirm.json", "[1,3)"),
+        ("p.refined.confirm.json", "[2,3)+stitch"),
+    ]
+    assert "p.refined.confirm.json: n = 4 fresh items" in run("frontier", "show", "p.json").stdout
+    assert run_json("frontier", "show", "p.json", "--unconfirmed")["confirmed"] == []
 
 
 def test_plot_writes_png_files(smooth: Path, tmp_path: Path) -> None:

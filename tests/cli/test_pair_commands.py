@@ -87,3 +87,8 @@ def test_check_of_a_profile_of_changed_weights_names_the_field(profiled: Path) -
     failed = [each for each in value["checks"] if not each["passed"]]
     assert [each["name"] for each in failed] == ["profile"]
     assert "weights" in failed[0]["detail"]
+
+
+def test_training_a_pair_is_found_where_all_training_is() -> None:
+    assert "`droidkv train plain PAIR`" in error_of("pair", "train", "tiny")
+    assert "Did you mean 'check'?" in error_of("pair", "chekc", "tiny")

@@ -227,3 +227,33 @@ def test_ask_goes_by_the_confirmation_and_asks_what_neither_measured(tmp_path: P
     arguments = ("ask", "tiny", "--profile", "p.json", "--max-loss", 1e9, "--items", 1)
     assert run_json(*arguments, "--unconfirmed")["picked_from"] == "p.json"
     assert "p.confirm.json" in run(*arguments).stdout
+
+
+def test_ask_takes_a_stitched_plan_through_the_map_that_was_trained_for_it(tmp_path: Path) -> None:
+    run("profile", "tiny", *SMALL, "--granularity", 2, "-o", "p.json")
+    run(
+        *(
+            "refine",
+            "p.json",
+            "--plan",
+            "[2,3)",
+            "--items",
+            2,
+            "--calibration-items",
+            2,
+            "--steps",
+            1,
+        )
+    )
+    texts = {}
+    for plan, name in (("[2,3)", "p.refined.confirm.stitch"), ("[2,4)", "p.stitch")):
+        value = run_json(*("ask", "tiny", "--profile", "p.json", "--plan", f"{plan}+stitch"))
+        assert value["map"] == f"{name}.safetensors"
+        texts[plan] = [item["id"] for item in value["items"]]
+    fresh = {item.id for item in read_profile("p.refined.confirm.json").items}
+    assert not fresh & {*texts["[2,3)"], *texts["[2,4)"]}
+    # The trained map's file is what is read, not only what is named.
+    Path("p.refined.confirm.stitch.safetensors").unlink()
+    error_of("ask", "tiny", "--profile", "p.json", "--plan", "[2,3)+stitch")
+    run("ask", "tiny", "--profile", "p.json", "--plan", "[2,4)+stitch", "--items", 1)
+    run("ask", "tiny", "--profile", "p.json", "--plan", "[2,3)+stitch", "--unconfirmed")

@@ -6,13 +6,16 @@ from typing import Any
 
 import made_profiles
 import pytest
+import torch
 
 from droidkv.calibration_file import MeasuredCalibration, write_calibration
+from droidkv.confirmation import Evidence, own_evidence, refined_path
 from droidkv.errors import CalibrationError, IdentityError, PlanError, ServeError
 from droidkv.identity import Fingerprint
 from droidkv.jsonio import write_json
 from droidkv.plan import ReusePlan
-from droidkv.profile import write_profile
+from droidkv.profile import Profile, write_profile
+from droidkv.records import StitchRecord
 from droidkv.serve.settings import (
     ReceiverPair,
     ServeSettings,
@@ -20,6 +23,7 @@ from droidkv.serve.settings import (
     plan_chooser,
     receiver_pair,
 )
+from droidkv.stitch import StitchMap
 
 SENDER, RECEIVER = made_profiles.fingerprint(10), made_profiles.fingerprint(11)
 BASE = {"role": "receiver", "store": "memory://x"}
@@ -33,6 +37,10 @@ def profile_file(folder: Path, **changes: Any) -> str:
     path = folder / "tiny.json"
     write_profile(path, made_profiles.profile(**{"stitch": None, **changes}))
     return str(path)
+
+
+def evidence(profile: Profile) -> Evidence:
+    return own_evidence(Path("tiny.json"), profile)
 
 
 def nobody(name: str) -> Fingerprint:
@@ -67,9 +75,9 @@ def test_a_receiver_without_a_profile_needs_consent() -> None:
     pair = receiver_pair(
         settings(sender="/base", allow_unprofiled=True), RECEIVER, lambda name: SENDER
     )
-    assert (pair.sender, pair.profile) == (SENDER, None)
+    assert (pair.sender, pair.evidence) == (SENDER, None)
     # A model reuses its own cache as it likes.
-    assert receiver_pair(settings(sender="/me"), RECEIVER, lambda name: RECEIVER).profile is None
+    assert receiver_pair(settings(sender="/me"), RECEIVER, lambda name: RECEIVER).evidence is None
 
 
 def test_a_receiver_must_say_whose_cache() -> None:
@@ -126,12 +134,12 @@ def test_the_servers_choice_comes_from_the_profile(tmp_path: Path) -> None:
         made_profiles.record(ReusePlan.of(0, 4), [1.0] * 4),
     ]
     profile = made_profiles.profile(records, stitch=None)
-    pair = ReceiverPair(SENDER, profile, None)
+    pair = ReceiverPair(SENDER, evidence(profile), None)
     choose = plan_chooser(settings(), pair, 4)
     assert choose is not None
     assert choose(1000, 30) == ReusePlan.of(2, 3)
     lossless = made_profiles.profile([records[0], records[2]], stitch=None)
-    choose = plan_chooser(settings(), ReceiverPair(SENDER, lossless, None), 4)
+    choose = plan_chooser(settings(), ReceiverPair(SENDER, evidence(lossless), None), 4)
     assert choose is not None
     assert choose(1000, 30) is None
 
@@ -141,7 +149,7 @@ def test_a_calibration_as_calibrate_writes_it_weighs_the_lengths(tmp_path: Path)
         made_profiles.record(ReusePlan.of(0, 0), [1.0] * 4),
         made_profiles.record(ReusePlan.of(0, 4), [1.0] * 4),
     ]
-    pair = ReceiverPair(SENDER, made_profiles.profile(records, stitch=None), None)
+    pair = ReceiverPair(SENDER, evidence(made_profiles.profile(records, stitch=None)), None)
     # A load costs as much as computing thousands of tokens.
     slow = replace(made_profiles.FAST_LOAD, load_fixed_seconds=0.1)
     measured = MeasuredCalibration(slow, made_profiles.SHAPE, (), 1.0, 1.0, 1.0, 4096, 3, {})
@@ -169,12 +177,52 @@ def test_a_confirmation_beside_the_profile_decides_on_both_sides(tmp_path: Path)
     write_profile(tmp_path / "tiny.confirm.json", confirmed)
     told = settings(profiles=[path])
     pair = receiver_pair(told, RECEIVER, nobody)
-    assert pair.profile == confirmed
+    assert pair.evidence is not None and pair.evidence.profile == confirmed
     choose = plan_chooser(told, pair, 4)
     assert choose is not None
     assert choose(1000, 30) == ReusePlan.of(1, 3)
     sender = ServeSettings("sender", "memory://x", profiles=(path,))
     assert needed_hidden_layers(sender, SENDER) == (1,)
+
+
+def test_a_plan_of_a_trained_map_brings_its_own_map(tmp_path: Path) -> None:
+    records = [
+        made_profiles.record(ReusePlan.of(0, 0), [0.0] * 4, kl=2.0),
+        made_profiles.record(ReusePlan.of(1, 3), [1.0] * 4),
+        made_profiles.record(ReusePlan.of(0, 4), [1.0] * 4, kl=0.0),
+    ]
+    maps = {name: random_map(seed) for seed, name in enumerate(("fitted", "trained"))}
+    kinds = {}
+    for name, each in maps.items():
+        each.save(tmp_path / f"{name}.safetensors")
+        kinds[name] = StitchRecord(f"{name}.safetensors", each.sha256, 2, 0.1, ("calib/0",))
+    path = profile_file(tmp_path, measurements=records, stitch=kinds["fitted"])
+    fresh = tuple(replace(made_profiles.item(index), id=f"fresh/{index}") for index in range(4))
+    records[1] = made_profiles.record(ReusePlan.of(2, 3, "stitch"), [1.0] * 4)
+    refined = made_profiles.profile(
+        records, items=fresh, stitch=replace(kinds["trained"], refined=("[2,3)+stitch",))
+    )
+    write_profile(refined_path(Path(path)), refined)
+    for told in (settings(profiles=[path]), settings(profiles=[path], plan="[2,3)+stitch")):
+        pair = receiver_pair(told, RECEIVER, nobody)
+        assert pair.evidence is not None and pair.evidence.profile == refined
+        assert pair.stitch is not None and pair.stitch.sha256 == maps["trained"].sha256
+        choose = plan_chooser(told, pair, 4)
+        assert choose is not None
+        assert choose(1000, 30) == ReusePlan.of(2, 3, "stitch")
+    other = receiver_pair(settings(profiles=[path], plan="[1,3)+stitch"), RECEIVER, nobody)
+    assert other.stitch is not None and other.stitch.sha256 == maps["fitted"].sha256
+    sender = ServeSettings("sender", "memory://x", profiles=(path,))
+    assert needed_hidden_layers(sender, SENDER) == (2,)
+
+
+def random_map(seed: int) -> StitchMap:
+    random = torch.Generator().manual_seed(seed)
+    down, up, bias = (
+        {start: torch.randn(*shape, generator=random) for start in (1, 2, 3)}
+        for shape in ((64, 2), (2, 64), (64,))
+    )
+    return StitchMap(down, up, bias)
 
 
 def test_a_fixed_plan_wins_and_is_checked() -> None:
