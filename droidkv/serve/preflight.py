@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -61,7 +61,9 @@ def preflight(
         checks.append(_check_declared("lmcache"))
     checks += [check_broken_companions(), check_processor(), check_dtype(dtype)]
     checks += [check_store(settings.store), check_hashes(settings.chunk_tokens)]
-    checks += [check_blocks(settings.chunk_tokens, passed), *check_flags(settings, passed)]
+    checks.append(check_blocks(settings.chunk_tokens, passed))
+    is_receiver = settings.role == "receiver"
+    checks += check_flags(passed, "LoRA in a receiver's engine" if is_receiver else None)
     checks += _check_model(settings, folder, dtype)
     return checks
 
@@ -139,8 +141,13 @@ def check_blocks(chunk_tokens: int, passed: Sequence[str]) -> Check:
     return Check("blocks", "ok", found)
 
 
-def check_flags(settings: ServeSettings, passed: Sequence[str]) -> Iterator[Check]:
-    """Flags for vLLM that the connector refuses at start."""
+def check_flags(passed: Sequence[str], lora: str | None = None) -> Iterator[Check]:
+    """Flags for vLLM that the connector refuses at start.
+
+    Args:
+        passed: Flags for vLLM.
+        lora: What LoRA of vLLM's own would be; None = it is let pass.
+    """
     for name, (flag, short) in _REFUSED_VALUES.items():
         if (value := passed_value(passed, flag, short)) not in (None, "1"):
             advice = (
@@ -149,8 +156,8 @@ def check_flags(settings: ServeSettings, passed: Sequence[str]) -> Iterator[Chec
             )
             yield Check(name, "fail", f"{flag} {value}", advice)
     refused = dict(_REFUSED_FLAGS)
-    if settings.role == "receiver":
-        refused["LoRA in a receiver's engine"] = ("--enable-lora",)
+    if lora is not None:
+        refused[lora] = ("--enable-lora",)
     for what, flags in refused.items():
         if passed_value(passed, *flags) is not None:
             advice = f"leave {flags[0]} out: {what} was never tested here"
@@ -179,7 +186,7 @@ def _check_model(settings: ServeSettings, folder: Path, dtype: str) -> list[Chec
         identity = identify(ref, dtype, content_hash=settings.content_hash)
     except DroidKVError as error:
         return [Check("model", "fail", str(error), "see the message")]
-    checks = [_check_architecture(config)]
+    checks = [check_architecture(config, ARCHITECTURE_CLASSES)]
     digest = f"{folder}; identity {identity.digest()[:16]}"
     checks.append(Check("model", "ok", digest))
     try:
@@ -194,12 +201,13 @@ def _check_model(settings: ServeSettings, folder: Path, dtype: str) -> list[Chec
     return checks
 
 
-def _check_architecture(config: object) -> Check:
+def check_architecture(config: object, served: Iterable[str]) -> Check:
+    """Whether a model is of an architecture that is served."""
     names = getattr(config, "architectures", None) or []
-    known = [name for name in names if name in ARCHITECTURE_CLASSES]
+    known = [name for name in names if name in served]
     if known:
         return Check("architecture", "ok", known[0])
-    advice = f"serve one of {', '.join(sorted(ARCHITECTURE_CLASSES))}"
+    advice = f"serve one of {', '.join(sorted(served))}"
     return Check("architecture", "fail", ", ".join(names) or "none named", advice)
 
 

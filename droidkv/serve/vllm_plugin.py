@@ -15,11 +15,19 @@ ARCHITECTURE_CLASSES = {
     "MixtralForCausalLM": "DroidKVMixtral",
     "Qwen3MoeForCausalLM": "DroidKVQwen3Moe",
 }
+# The same models with several decoders beside the base; `--hf-overrides` asks for them by name.
+ICARUS_CLASSES = {
+    "IcarusLlamaForCausalLM": "IcarusLlama",
+    "IcarusQwen2ForCausalLM": "IcarusQwen2",
+    "IcarusQwen3ForCausalLM": "IcarusQwen3",
+}
 
 
 def register() -> None:
-    """Register the subclasses of `droidkv.serve.vllm_models` under vLLM's own names."""
+    """Register subclasses of vLLM's models: under its own names, and with several decoders."""
     from vllm import ModelRegistry
 
     for architecture, name in ARCHITECTURE_CLASSES.items():
         ModelRegistry.register_model(architecture, f"droidkv.serve.vllm_models:{name}")
+    for architecture, name in ICARUS_CLASSES.items():
+        ModelRegistry.register_model(architecture, f"droidkv.serve.vllm_streams:{name}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,32 +93,10 @@ def check_engine(vllm_config: Any, settings: ServeSettings) -> None:
         UnsupportedModelError: The architecture is not served.
         ServeError: Names the setting, what it is and what it has to be.
     """
-    architecture = vllm_config.model_config.architectures[0]
-    if architecture not in ARCHITECTURES:
-        raise UnsupportedModelError(unknown_name("architecture", architecture, ARCHITECTURES))
-    parallel = vllm_config.parallel_config
-    for name in (
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "data_parallel_size",
-        "decode_context_parallel_size",
-    ):
-        if (size := getattr(parallel, name, 1)) > 1:
-            raise ServeError(
-                f"expected {name} = 1, got {size}: ranks would have to agree on every load and "
-                "recompute, which is not supported; serve the model on one rank"
-            )
-    _refuse("speculative_config", vllm_config.speculative_config, "speculative decoding")
-    _refuse("quantization", vllm_config.model_config.quantization, "quantised weights")
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    if "fp8" in str(cache_dtype) or str(cache_dtype).startswith(("int", "nvfp")):
-        raise ServeError(
-            f"expected a KV cache in the model's dtype, got kv_cache_dtype {cache_dtype!r}, whose "
-            "scales are not stored; start with --kv-cache-dtype auto"
-        )
+    check_common(vllm_config, ARCHITECTURES)
     if settings.role == "sender":
         return
-    _refuse("lora_config", vllm_config.lora_config, "LoRA in a receiver's engine")
+    refuse_set("lora_config", vllm_config.lora_config, "LoRA in a receiver's engine")
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     if policy != "recompute":
         raise ServeError(
@@ -135,6 +113,42 @@ def check_engine(vllm_config: Any, settings: ServeSettings) -> None:
         raise ServeError(
             "expected the V1 model runner with load = 'sync', got V2, on which recovery from a "
             "failed load was never tested; set VLLM_USE_V2_MODEL_RUNNER=0, or load = 'async'"
+        )
+
+
+def check_common(vllm_config: Any, architectures: Iterable[str]) -> None:
+    """Refuse what no engine of droidkv's can work with.
+
+    Args:
+        vllm_config: The engine's configuration.
+        architectures: Those that are served in it.
+
+    Raises:
+        UnsupportedModelError: The architecture is not served.
+        ServeError: Names the setting, what it is and what it has to be.
+    """
+    architecture = vllm_config.model_config.architectures[0]
+    if architecture not in architectures:
+        raise UnsupportedModelError(unknown_name("architecture", architecture, architectures))
+    parallel = vllm_config.parallel_config
+    for name in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "decode_context_parallel_size",
+    ):
+        if (size := getattr(parallel, name, 1)) > 1:
+            raise ServeError(
+                f"expected {name} = 1, got {size}: ranks would have to agree on every load and "
+                "recompute, which is not supported; serve the model on one rank"
+            )
+    refuse_set("speculative_config", vllm_config.speculative_config, "speculative decoding")
+    refuse_set("quantization", vllm_config.model_config.quantization, "quantised weights")
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if "fp8" in str(cache_dtype) or str(cache_dtype).startswith(("int", "nvfp")):
+        raise ServeError(
+            f"expected a KV cache in the model's dtype, got kv_cache_dtype {cache_dtype!r}, whose "
+            "scales are not stored; start with --kv-cache-dtype auto"
         )
 
 
@@ -207,13 +221,14 @@ def sender_worker(setup: Setup, model: VllmPagedModel) -> SenderWorker:
     return SenderWorker(model, setup.store, setup.namespace, setup.hidden_layers)
 
 
+def model_ref(name: str, revision: str | None) -> ModelRef:
+    """A model as vLLM names it: a folder or a hub id."""
+    return ModelRef(str(Path(name).absolute()) if Path(name).is_dir() else name, revision=revision)
+
+
 def _identify(vllm_config: Any, settings: ServeSettings, name: str) -> Fingerprint:
     config = vllm_config.model_config
-    is_served = name == config.model
-    ref = ModelRef(
-        str(Path(name).absolute()) if Path(name).is_dir() else name,
-        revision=config.revision if is_served else None,
-    )
+    ref = model_ref(name, config.revision if name == config.model else None)
     cache_dtype = vllm_config.cache_config.cache_dtype
     dtype = dtype_name(config.dtype)
     return identify(
@@ -225,6 +240,7 @@ def _identify(vllm_config: Any, settings: ServeSettings, name: str) -> Fingerpri
     )
 
 
-def _refuse(name: str, value: object, what: str) -> None:
+def refuse_set(name: str, value: object, what: str) -> None:
+    """Refuse a setting that was never tested, if it is set."""
     if value is not None:
         raise ServeError(f"expected {name} to be unset, got {value}: {what} was never tested here")

@@ -56,6 +56,48 @@ def test_a_server_that_would_fail_is_not_started(profiled: Path) -> None:
     assert "tensor_parallel_size" in shown.stdout
 
 
+def icarus_pair(folder: Path, **made: Any) -> Path:
+    """A pair file with a decoder of a tiny base."""
+    pytest.importorskip("peft")
+    from serve.made_decoders import make_base, make_decoder
+
+    base = folder / "base"
+    adapter = make_decoder(base if base.exists() else make_base(folder), "one", **made)
+    path = folder / "one.toml"
+    path.write_text(
+        f"""schema_version = 1
+description = "A decoder."
+tasks = ["records"]
+[sender]
+model = "{base}"
+[receiver]
+model = "{base}"
+adapter = "{adapter}"
+apply = "icarus"
+"""
+    )
+    return path
+
+
+def test_decoders_are_shown(tmp_path: Path) -> None:
+    value = started("icarus", icarus_pair(tmp_path), "--print", "--", "--port", "8003")
+    config = value["kv_transfer_config"]
+    assert config["kv_connector"] == "IcarusConnector"
+    assert config["kv_connector_extra_config"]["decoders"] == {"one": str(tmp_path / "one")}
+    assert value["command"][-2:] == ["--port", "8003"]
+    assert value["environment"]["DROIDKV_DECODERS"] == '["one"]'
+    checks = {check["name"]: check for check in value["checks"]}
+    assert checks["decoder one"]["found"].startswith("rank 2")
+
+
+def test_a_decoder_that_does_not_fit_is_not_started(tmp_path: Path) -> None:
+    shown = run("serve", "icarus", icarus_pair(tmp_path, targets=("q_proj", "v_proj")), code=1)
+    assert "k_proj or v_proj" in shown.stdout
+    refused = ("serve", "icarus", icarus_pair(tmp_path), "--", "--enable-lora")
+    assert "LoRA of vLLM's own" in run(*refused, code=1).stdout
+    assert "apply = 'icarus'" in error_of("serve", "icarus", "tiny")
+
+
 def test_mistakes_are_named(profiled: Path) -> None:
     refused = ("serve", "sender", "tiny", "--profile", profiled, "--", "--kv-transfer-config", "{}")
     assert "--kv-transfer-config" in run(*refused, code=2).stderr

@@ -83,10 +83,13 @@ def test_an_architecture_that_is_not_served_is_named() -> None:
 def test_flags_that_the_connector_refuses_are_found_before(
     passed: tuple[str, ...], named: str
 ) -> None:
-    settings = ServeSettings("receiver", "memory://x")
-    (check,) = check_flags(settings, passed)
+    (check,) = check_flags(passed, "LoRA in a receiver's engine")
     assert (check.name, check.status) == (named, "fail")
-    assert list(check_flags(settings, ("--port", "8001", "-tp", "1"))) == []
+    assert list(check_flags(("--port", "8001", "-tp", "1"), "LoRA in a receiver's engine")) == []
+
+
+def test_a_sender_may_have_adapters_of_its_own() -> None:
+    assert list(check_flags(("--enable-lora",))) == []
 
 
 def test_chunks_should_be_whole_blocks() -> None:
