@@ -89,6 +89,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
         (
             way["way"],
             way["plan"] or "",
+            f"{way['reused_share']:.0%}",
             str(way["recomputed_layers"]) if way["plan"] else "all",
             num_bytes(way["loaded_bytes"]),
             f"{way['median_ttft_seconds']:.3f} s",
@@ -97,7 +98,7 @@ def _lines(result: dict[str, Any]) -> list[str]:
         )
         for way in result["ways"]
     ]
-    header = ("", "plan", "layers", "loaded", "median TTFT", "less", "mean score")
+    header = ("", "plan", "of the prefix", "layers", "loaded", "median TTFT", "less", "mean score")
     lines += table(header, rows, "<<")
     lines += ["", *table(("", "answer", "score"), _answer_rows(result), "<<")]
     audit = result["audit"]

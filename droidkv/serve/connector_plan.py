@@ -45,6 +45,7 @@ class Fallback(StrEnum):
     STREAMED_INPUT = "streamed_input"
     LOOKUP_TIMEOUT = "lookup_timeout"
     LOOKUP_BACKEND_DOWN = "lookup_backend_down"
+    STORE_RESTING = "store_resting"
     LOAD_ABSENT = "load_absent"
     LOAD_SHORT = "load_short"
     LOAD_CORRUPT = "load_corrupt"
@@ -53,6 +54,7 @@ class Fallback(StrEnum):
     LOAD_WRONG_NAMESPACE = "load_wrong_namespace"
     LOAD_WRONG_SHAPE = "load_wrong_shape"
     RECOMPUTE_FAILED = "recompute_failed"
+    WEIGHTS_CHANGED = "weights_changed"
     ABORTED = "aborted"
 
 
@@ -142,11 +144,13 @@ class StepJobs:
         loads: Prefixes to supply.
         saves: Chunks to store.
         dropped: Requests whose jobs are to be given up.
+        suffixes: Requests that waited for their load, and whose suffix pass is to be timed now.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    suffixes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,7 @@ class LoadReport:
     spans: list[Span] = field(default_factory=list)
 
     def merge(self, other: LoadReport) -> LoadReport:
-        """Two ranks' reports of one load: bytes add up, the slower rank counts."""
+        """Two reports of one load: bytes add up, the slower one counts."""
         return LoadReport(
             self.loaded_bytes + other.loaded_bytes,
             max(self.recomputed_tokens, other.recomputed_tokens),

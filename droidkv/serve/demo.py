@@ -145,7 +145,7 @@ def run_demo(
         complete(running["sender"].url, _MODEL, encoded[0].prefix_ids, 1)
         step()
         asker = _Asker(running["receiver"].url, audit)
-        asker.wait_until_stored(encoded[0], task.max_new_tokens)
+        asker.wait_until_stored(encoded[0], task.max_new_tokens, settings.chunk_tokens)
         rows = []
         for way, params in WAYS:  # a first run of each pays for what is done once
             asker.ask(encoded[0], task.max_new_tokens, way, params)
@@ -196,23 +196,27 @@ class _Asker:
             "text": answer.text.strip(),
             "ttft_seconds": answer.ttft_seconds,
             "plan": record.plan,
+            "prefix_tokens": len(item.prefix_ids),
             "advertised_tokens": record.advertised_tokens,
             "loaded_bytes": record.report.loaded_bytes,
             "recomputed_layers": record.recomputed_layers,
             "reason": None if record.reason is None else str(record.reason),
         }
 
-    def wait_until_stored(self, item: EncodedItem, max_tokens: int) -> None:
-        """Ask until something is reused: the sender stores in the background."""
+    def wait_until_stored(self, item: EncodedItem, max_tokens: int, chunk_tokens: int) -> None:
+        """Ask until every whole chunk of the prefix is reused: the sender stores meanwhile."""
         give_up_at = time.monotonic() + _STORED_SECONDS
+        wanted = len(item.prefix_ids) // chunk_tokens * chunk_tokens
         while True:
             row = self.ask(item, max_tokens, "picked plan", None)
-            if row["reason"] is None:
+            if row["reason"] is None and row["advertised_tokens"] == wanted:
                 return
-            if time.monotonic() > give_up_at or row["reason"] not in ("not_covered", "load_absent"):
+            is_early = row["reason"] in (None, "not_covered", "load_absent")
+            if time.monotonic() > give_up_at or not is_early:
                 raise ServeError(
-                    f"expected the receiver to reuse the sender's cache, but the reason against it "
-                    f"was {row['reason']!r} with the plan {row['plan']}; see {self._audit.parent}"
+                    f"expected the receiver to reuse {wanted} tokens of the sender's cache, got "
+                    f"{row['advertised_tokens']} by the plan {row['plan']}, the reason against it "
+                    f"being {row['reason']!r}; see {self._audit.parent}"
                 )
             time.sleep(1.0)
 
@@ -239,6 +243,9 @@ def _ways(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "recomputed_layers": own[0]["recomputed_layers"],
                 "loaded_bytes": own[0]["loaded_bytes"],
                 "advertised_tokens": own[0]["advertised_tokens"],
+                "reused_share": statistics.mean(
+                    row["advertised_tokens"] / row["prefix_tokens"] for row in own
+                ),
                 "median_ttft_seconds": ttft,
                 "mean_score": statistics.mean(row["score"] for row in own),
                 "num_answers": len(own),

@@ -50,7 +50,15 @@ METRICS: Mapping[str, Metric] = {
         "histogram", "For which the engine stood still for want of data.", buckets=_SECONDS
     ),
     "droidkv_saved_chunks": Metric(
-        "counter", "Sender: chunks, by outcome: stored, failed, without_hidden.", "outcome"
+        "counter",
+        "Sender: chunks, by outcome: stored, failed, resting, without_hidden, weights_changed.",
+        "outcome",
+    ),
+    "droidkv_store_rests": Metric(
+        "counter",
+        "How often the store was no longer asked for a while, by what had failed in a row: "
+        "lookup, load, save.",
+        "what",
     ),
 }
 
@@ -99,3 +107,14 @@ def of_saves(counts: Mapping[str, int]) -> Iterator[Observation]:
     for outcome, count in counts.items():
         if count:
             yield Observation("droidkv_saved_chunks", count, outcome)
+
+
+def of_rests(counts: Mapping[str, int]) -> Iterator[Observation]:
+    """What a store's rests add.
+
+    Args:
+        counts: What had failed -> rests that began since the last time.
+    """
+    for what, count in counts.items():
+        if count:
+            yield Observation("droidkv_store_rests", count, what)

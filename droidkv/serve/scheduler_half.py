@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from typing import Literal
 
 from droidkv.errors import PlanError
 from droidkv.plan import ReusePlan
+from droidkv.serve.breaker import Breaker
 from droidkv.serve.connector_plan import (
     Ask,
     AuditRecord,
@@ -23,6 +25,7 @@ from droidkv.serve.connector_plan import (
     LoadReport,
     RequestView,
     SaveJob,
+    Span,
     filled_chunks,
     mixed_salt,
     parse_ask,
@@ -35,6 +38,9 @@ PlanChooser = Callable[[int, int], ReusePlan | None]
 # Sets the salt of a request's block hashes; None = the one it came with.
 Salter = Callable[[str | None], None]
 _LOOKUP_THREADS = 4
+# What of a load's end says that the store did not answer it; and what says nothing of the store.
+_STORE_FAILED = {Fallback.LOAD_TIMEOUT, Fallback.LOAD_BACKEND_DOWN}
+_STORE_UNTRIED = {Fallback.ABORTED, Fallback.RECOMPUTE_FAILED, Fallback.WEIGHTS_CHANGED}
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class ReceiverRules:
         patience_seconds: Of these, how long the scheduler itself stands still.
         asynchronous: Requests wait for their load while the engine goes on with others.
         tokens_per_step: Most prefix tokens recomputed in one engine step; longer prefixes wait.
+        timeline: Suffix passes behind loads that were waited for are timed.
     """
 
     num_layers: int
@@ -64,6 +71,7 @@ class ReceiverRules:
     patience_seconds: float = 0.005
     asynchronous: bool = False
     tokens_per_step: int = 4096
+    timeline: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,8 @@ class _Tracked:
     order: LoadOrder | None = None
     num_tokens: int = 0
     salt: str | None = None
+    may_load: bool = False
+    suffix: Literal["untimed", "due", "passing"] = "untimed"
 
 
 class ReceiverScheduler:
@@ -100,6 +110,10 @@ class ReceiverScheduler:
         rules: What to go by.
         store: Where the sender's caches are.
         on_record: Called with the record of every request that ended.
+
+    Attributes:
+        lookups: Keeps requests from asking a store that does not say what it has.
+        loads: Keeps them from loading out of a store that does not give it.
     """
 
     def __init__(
@@ -108,6 +122,9 @@ class ReceiverScheduler:
         self.rules = rules
         self._store = store
         self._on_record = on_record
+        self.lookups = Breaker()
+        self.loads = Breaker()
+        self._weights_changed = False
         self._requests: dict[str, _Tracked] = {}
         self._loading: dict[str, str] = {}  # salt -> the request that loads this prefix
         self._ended_loading: dict[str, _Tracked] = {}
@@ -148,12 +165,21 @@ class ReceiverScheduler:
                 return None, False
             if tracked.salt is not None:
                 return None, False  # what the engine found locally was found without the salt
-        if tracked.record.reason is not None or tracked.num_tokens <= local_tokens:
+        if tracked.record.reason is not None:
+            return 0, False
+        if self._weights_changed:
+            self._fall_back(tracked, Fallback.WEIGHTS_CHANGED, set_salt)
+            return None, False
+        if tracked.num_tokens <= local_tokens:
             return 0, False
         assert tracked.salt is not None and tracked.plan is not None
         if self._loading.get(tracked.salt, request_id) != request_id:
             self._wait_for_other(tracked, set_salt)
             return None, False  # another request is loading this very prefix
+        if not tracked.may_load and not self.loads.allows():
+            self._fall_back(tracked, Fallback.STORE_RESTING, set_salt)
+            return None, False
+        tracked.may_load = True
         missing = tracked.num_tokens - local_tokens
         # Blocks that others may be reading must not be prefilled anew in place if the load
         # fails, so a request that has any waits, and starts over in blocks of its own.
@@ -176,6 +202,7 @@ class ReceiverScheduler:
             return
         assert tracked.plan is not None and tracked.salt is not None
         start = tracked.num_tokens - external_tokens
+        tracked.may_load = False  # asked anew should it be preempted
         tracked.record.local_tokens = start
         tracked.record.advertised_tokens = external_tokens
         tracked.record.num_loads += 1
@@ -198,12 +225,23 @@ class ReceiverScheduler:
         self._jobs, self._dropped = [], []
         return jobs, dropped
 
+    def take_suffixes(self, scheduled: Iterable[str]) -> list[str]:
+        """Of the requests in this step, those behind a load that they waited for, each once."""
+        taken = []
+        for request_id in scheduled:
+            tracked = self._requests.get(request_id)
+            if tracked is not None and tracked.suffix == "due":
+                tracked.suffix = "passing"
+                taken.append(request_id)
+        return taken
+
     def report(self, request_id: str, report: LoadReport, set_salt: Salter) -> bool:
         """The worker is done with a load.
 
         Returns:
             Whether its blocks, which the request fills by itself now, must be found by no other.
         """
+        self._judge(report.reason)
         if (ended := self._ended_loading.pop(request_id, None)) is not None:
             ended.record.report = ended.record.report.merge(report)
             self._on_record(ended.record)
@@ -214,17 +252,27 @@ class ReceiverScheduler:
         self._let_go(tracked)
         tracked.record.report = tracked.record.report.merge(report)
         if report.reason is None:
+            is_timed = self.rules.timeline and tracked.record.asynchronous
+            tracked.suffix = "due" if is_timed else "untimed"
             return False
-        tracked.record.reason = report.reason
-        tracked.record.advertised_tokens = 0
-        tracked.salt = None
-        set_salt(tracked.view.cache_salt)
+        self._fall_back(tracked, report.reason, set_salt)
         return not tracked.record.asynchronous
+
+    def report_suffix(self, request_id: str, spans: Sequence[Span]) -> None:
+        """The worker has timed a suffix pass that `take_suffixes` named."""
+        ended = self._ended_loading.pop(request_id, None)
+        tracked = ended or self._requests.get(request_id)
+        if tracked is None:
+            return
+        tracked.suffix = "untimed"
+        tracked.record.report.spans.extend(spans)
+        if ended is not None:
+            self._on_record(ended.record)
 
     def finish(self, request_id: str, is_aborted: bool = False) -> None:
         """The request ended.
 
-        One that needs a single step ends before its load's report arrives, and is recorded then.
+        One that needs a single step ends before its last report arrives, and is recorded then.
         """
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
@@ -233,10 +281,11 @@ class ReceiverScheduler:
             tracked.lookup.cancel()
             tracked.record.reason = Fallback.ABORTED
         tracked.record.ended = time.time()
-        if self._let_go(tracked):
-            if not is_aborted:
-                self._ended_loading[request_id] = tracked
-                return
+        is_loading = self._let_go(tracked)
+        if not is_aborted and (is_loading or tracked.suffix == "passing"):
+            self._ended_loading[request_id] = tracked
+            return
+        if is_loading:
             self._dropped.append(request_id)
             tracked.record.reason = Fallback.ABORTED
         self._on_record(tracked.record)
@@ -250,9 +299,22 @@ class ReceiverScheduler:
         if tracked.waits_until is None:
             tracked.waits_until = deadline_in(self.rules.load_seconds)
         elif time.monotonic() >= tracked.waits_until:
-            tracked.record.reason = Fallback.LOAD_TIMEOUT
-            tracked.salt = None
-            set_salt(tracked.view.cache_salt)
+            self._fall_back(tracked, Fallback.LOAD_TIMEOUT, set_salt)
+
+    def _fall_back(self, tracked: _Tracked, reason: Fallback, set_salt: Salter) -> None:
+        """The request is prefilled; what the engine found of it under the plan's salt, too."""
+        tracked.record.reason = reason
+        tracked.record.advertised_tokens = 0
+        tracked.salt = None
+        set_salt(tracked.view.cache_salt)
+
+    def _judge(self, reason: Fallback | None) -> None:
+        """What the end of a load says of the store, and of the model."""
+        self._weights_changed = self._weights_changed or reason == Fallback.WEIGHTS_CHANGED
+        if reason in _STORE_FAILED:
+            self.loads.failed()
+        elif reason not in _STORE_UNTRIED:
+            self.loads.succeeded()
 
     def _let_go(self, tracked: _Tracked) -> bool:
         if tracked.salt is None or self._loading.get(tracked.salt) != tracked.view.request_id:
@@ -272,6 +334,10 @@ class ReceiverScheduler:
         chunk = self._store.chunk_tokens
         if reusable_tokens(len(view.token_ids), len(view.token_ids), chunk) == 0:
             return Fallback.TOO_SHORT
+        if self._weights_changed:
+            return Fallback.WEIGHTS_CHANGED
+        if self.loads.is_resting() or not self.lookups.allows():
+            return Fallback.STORE_RESTING
         return None
 
     def _plan_obstacle(self, plan: ReusePlan) -> Fallback | None:
@@ -319,18 +385,22 @@ class ReceiverScheduler:
         except FutureTimeout:
             if time.monotonic() < tracked.deadline:
                 return False
+            self.lookups.failed()
             tracked.lookup = None
             record.reason = Fallback.LOOKUP_TIMEOUT
             return True
         except StoreMiss as miss:
+            self.lookups.failed()
             tracked.lookup = None
             timed_out = miss.reason == MissReason.TIMEOUT
             record.reason = Fallback.LOOKUP_TIMEOUT if timed_out else Fallback.LOOKUP_BACKEND_DOWN
             return True
         except Exception:  # whatever goes wrong in a lookup, the request is answered
+            self.lookups.failed()
             tracked.lookup = None
             record.reason = Fallback.LOOKUP_BACKEND_DOWN
             return True
+        self.lookups.succeeded()
         tracked.lookup = None
         record.lookup_seconds = found.seconds
         record.covered_tokens = found.covered_tokens

@@ -33,6 +33,7 @@ from droidkv.serve.connector_plan import (
     Fallback,
     LoadReport,
     RequestView,
+    Span,
     StepJobs,
 )
 
@@ -48,9 +49,10 @@ class DroidKVMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class DroidKVWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Worker to scheduler, once per step: how loads went."""
+    """Worker to scheduler, once per step: how loads went, and timelines of suffix passes."""
 
     reports: dict[str, LoadReport] = field(default_factory=dict)
+    suffixes: dict[str, list[Span]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> DroidKVWorkerMetadata:
         assert isinstance(other, DroidKVWorkerMetadata)
@@ -58,7 +60,7 @@ class DroidKVWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         for request_id, report in other.reports.items():
             mine = merged.get(request_id)
             merged[request_id] = report if mine is None else mine.merge(report)
-        return DroidKVWorkerMetadata(merged)
+        return DroidKVWorkerMetadata(merged, self.suffixes | other.suffixes)
 
 
 class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -124,10 +126,22 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> Any:
         """Requests that ended (in the scheduler) and chunks that were stored (beside the model)."""
         ended, self._ended = self._ended, []
-        saves = {} if self._sender is None else self._sender.new_counts()
-        if not ended and not any(saves.values()):
-            return None
-        return self.build_kv_connector_stats({"requests": ended, "saves": saves})
+        saves, rests = {}, {}
+        if self._sender is not None:
+            saves = self._sender.new_counts()
+            rests["save"] = self._sender.puts.new_rests()
+        if self._receiver_scheduler is not None:
+            rests["lookup"] = self._receiver_scheduler.lookups.new_rests()
+            rests["load"] = self._receiver_scheduler.loads.new_rests()
+        stats = self.build_kv_connector_stats({"requests": ended, "saves": saves, "rests": rests})
+        for what in (each for each, count in rests.items() if count):
+            _LOG.warning(
+                "the store %s failed several times in a row at every %s; it is not asked for a "
+                "while, see droidkv_store_rests_total",
+                self._setup.settings.store,
+                what,
+            )
+        return None if stats.is_empty() else stats
 
     def _on_record(self, record: AuditRecord) -> None:
         table = record.to_json()
@@ -171,7 +185,8 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
             saves = self._sender_scheduler.step(_scheduled(scheduler_output))
             return DroidKVMetadata(StepJobs(saves=saves))
         loads, dropped = self._receiver_scheduler.take_jobs()
-        return DroidKVMetadata(StepJobs(loads=loads, dropped=dropped))
+        suffixes = self._receiver_scheduler.take_suffixes(scheduler_output.num_scheduled_tokens)
+        return DroidKVMetadata(StepJobs(loads=loads, dropped=dropped, suffixes=suffixes))
 
     def update_connector_output(self, connector_output: Any) -> None:
         reported = connector_output.kv_connector_worker_meta
@@ -184,6 +199,8 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 # Cached under the salt when they were allocated, about to hold exact KV.
                 (block_ids,) = self._kv_cache_manager.get_block_ids(request_id)
                 self._kv_cache_manager.evict_blocks(set(block_ids))
+        for request_id, spans in reported.suffixes.items():
+            self._receiver_scheduler.report_suffix(request_id, spans)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -207,6 +224,12 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._sender = sender_worker(self._setup, self._model)
         else:
             self._receiver = receiver_worker(self._setup, self._model)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._receiver is not None:
+            assert isinstance(connector_metadata, DroidKVMetadata)
+            self._receiver.begin_step(connector_metadata.jobs.suffixes)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         jobs = self._get_connector_metadata().jobs
@@ -247,9 +270,9 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return invalid
 
     def build_connector_worker_meta(self) -> DroidKVWorkerMetadata | None:
-        if self._result is None or not self._result.reports:
+        if self._result is None or not (self._result.reports or self._result.suffixes):
             return None
-        return DroidKVWorkerMetadata(self._result.reports)
+        return DroidKVWorkerMetadata(self._result.reports, self._result.suffixes)
 
     def flush(self, seconds: float) -> bool:
         """Sender: wait until receivers can read all that was stored; False if it takes longer."""

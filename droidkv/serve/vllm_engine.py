@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from droidkv.errors import UnsupportedModelError
 from droidkv.plan import LayerGroup
 from droidkv.serve.connector_plan import slots_of
+from droidkv.serve.weight_watch import WeightWatch
 
 # Blocks of one layer's cache -> keys and values `[num_blocks, num_kv_heads, block, head_dim]`.
 Layout = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
@@ -53,6 +54,7 @@ class VllmPagedModel:
         self._caches = [kv_caches[name] for name in self._names]
         self._model = model
         self._layers = model.model.layers
+        self._weights = WeightWatch(model)
         self._device = self._caches[0].device
         self._layer_of = {name: layer for layer, name in enumerate(self._names)}
         self.num_layers = len(self._names)
@@ -174,6 +176,9 @@ class VllmPagedModel:
             pass
         finally:
             self._stop_at = None
+
+    def weights_changed(self) -> bool:
+        return self._weights.has_changed()
 
     def _keep_hidden(self, entering: dict[int, Tensor]) -> None:
         """In every forward pass of a sender: E goes where the step's KV go."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,34 +12,35 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from droidkv.serve.metrics import METRICS, of_request, of_saves
+from droidkv.serve.metrics import METRICS, of_request, of_rests, of_saves
 
 
 class DroidKVStats(KVConnectorStats):  # type: ignore[misc]
-    """What happened since the last step: ended requests, and saved chunks by outcome.
+    """What happened since the last step: ended requests, saved chunks by outcome, store's rests.
 
-    `data` is `{"requests": [record, ...], "saves": {outcome: count}}`, in plain values, since it
-    travels between processes.
+    `data` is `{"requests": [record, ...], "saves": {outcome: count}, "rests": {what: count}}`, in
+    plain values, since it travels between processes.
     """
 
     data: dict[str, Any]
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
-        super().__init__(data=data or {"requests": [], "saves": {}})
+        super().__init__(data=data or {})
+        if not data:
+            self.reset()
 
     def reset(self) -> None:
-        self.data = {"requests": [], "saves": {}}
+        self.data = {"requests": [], "saves": {}, "rests": {}}
 
     def is_empty(self) -> bool:
-        return not self.data["requests"] and not any(self.data["saves"].values())
+        counts = (*self.data["saves"].values(), *self.data["rests"].values())
+        return not self.data["requests"] and not any(counts)
 
     def aggregate(self, other: KVConnectorStats) -> DroidKVStats:
-        saves = dict(self.data["saves"])
-        for outcome, count in other.data["saves"].items():
-            saves[outcome] = saves.get(outcome, 0) + count
-        return DroidKVStats(
-            {"requests": self.data["requests"] + other.data["requests"], "saves": saves}
-        )
+        added: dict[str, Any] = {"requests": self.data["requests"] + other.data["requests"]}
+        for part in ("saves", "rests"):
+            added[part] = dict(Counts(self.data[part]) + Counts(other.data[part]))
+        return DroidKVStats(added)
 
     def reduce(self) -> dict[str, int | float]:
         requests = self.data["requests"]
@@ -49,6 +51,7 @@ class DroidKVStats(KVConnectorStats):  # type: ignore[misc]
             "advertised_tokens": sum(record["advertised_tokens"] for record in requests),
             "loaded_bytes": sum(record["loaded_bytes"] for record in requests),
             **{f"chunks_{outcome}": count for outcome, count in self.data["saves"].items()},
+            **{f"rests_{what}": count for what, count in self.data["rests"].items()},
         }
 
 
@@ -80,7 +83,9 @@ class DroidKVPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         seen = [each for record in transfer_stats_data["requests"] for each in of_request(record)]
-        for each in [*seen, *of_saves(transfer_stats_data["saves"])]:
+        seen += of_saves(transfer_stats_data["saves"])
+        seen += of_rests(transfer_stats_data["rests"])
+        for each in seen:
             label = [] if each.label is None else [each.label]
             child = self._metrics[each.metric].labels(
                 *self.per_engine_labelvalues[engine_idx], *label

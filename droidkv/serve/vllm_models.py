@@ -19,10 +19,11 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
-from droidkv.errors import UnsupportedModelError
+from droidkv.errors import ServeError, UnsupportedModelError
 from droidkv.serve.settings import ServeSettings, needed_hidden_layers
 
 HASHED_KEY = "droidkv_hidden_layers"
+_CONNECTOR = "DroidKVConnector"
 
 # Attention modules of a model -> the model: how a connector finds the model of its own engine.
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -51,9 +52,11 @@ class EntersLayers:
     Attributes:
         hidden_layers: Layers whose entering hidden state is handed out, ascending.
         on_hidden: Called in every forward pass with `[num_tokens, hidden_size]` per layer.
+        num_weight_loads: How often weights were loaded; engines may load others while they run.
     """
 
     hidden_layers: tuple[int, ...] = ()
+    num_weight_loads: int = 0
     on_hidden: Callable[[dict[int, Tensor]], None] | None = None
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **others: Any) -> None:
@@ -70,6 +73,11 @@ class EntersLayers:
 
     def _hand_out(self, vllm_config: Any) -> None:
         self.model._set_aux_hidden_state_layers(self.hidden_layers)  # type: ignore[attr-defined]
+
+    def load_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, counted."""
+        self.num_weight_loads += 1
+        return super().load_weights(*args, **kwargs)  # type: ignore[misc]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's forward pass; what it hands out besides goes to the listener."""
@@ -145,8 +153,17 @@ ARCHITECTURES: Mapping[str, type] = {
 
 
 def _is_droidkv(vllm_config: Any) -> bool:
+    # Of an engine's parts only the model sees in what a connector is wrapped.
     config = vllm_config.kv_transfer_config
-    return config is not None and config.kv_connector == "DroidKVConnector"
+    if config is None or not config.has_connector(_CONNECTOR):
+        return False
+    if config.kv_connector != _CONNECTOR:
+        raise ServeError(
+            f"expected {_CONNECTOR} to be an engine's only connector, got it inside "
+            f"{config.kv_connector}: another one beside it would store caches that two models "
+            f"have a part in as this model's own; start with {_CONNECTOR} alone"
+        )
+    return True
 
 
 def _wanted_layers(vllm_config: Any) -> tuple[int, ...]:

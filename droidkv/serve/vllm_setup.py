@@ -18,6 +18,7 @@ from droidkv.pair import ModelRef
 from droidkv.serve.connector_plan import AuditRecord
 from droidkv.serve.opening import open_store
 from droidkv.serve.scheduler_half import ReceiverRules, ReceiverScheduler
+from droidkv.serve.sender_worker import SenderWorker
 from droidkv.serve.settings import (
     ReceiverPair,
     ServeSettings,
@@ -28,7 +29,7 @@ from droidkv.serve.settings import (
 from droidkv.serve.store import Store, namespace_digest
 from droidkv.serve.vllm_engine import VllmPagedModel
 from droidkv.serve.vllm_models import ARCHITECTURES, model_of
-from droidkv.serve.worker_half import ReceiverWorker, SenderWorker
+from droidkv.serve.worker_half import ReceiverWorker
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def check_cache(kv_cache_config: Any) -> Any:
     groups = kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec if len(groups) == 1 else None
     if spec is None or type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
-        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups}) or ["none"]
         raise UnsupportedModelError(
             f"expected full attention over one page table, got {', '.join(kinds)}"
             f"{' with a sliding window' if getattr(spec, 'sliding_window', None) else ''}; "
@@ -184,6 +185,7 @@ def receiver_scheduler(setup: Setup, on_record: Callable[[AuditRecord], None]) -
         load_seconds=settings.load_seconds,
         asynchronous=settings.load == "async",
         tokens_per_step=settings.tokens_per_step,
+        timeline=settings.timeline,
     )
     return ReceiverScheduler(rules, setup.store, on_record)
 

@@ -1,4 +1,4 @@
-"""The connector's half beside the model: loads, recompute and saves. No engine here.
+"""A receiver's half beside the model: loads and recompute. No engine here.
 
 The engine is behind `PagedModel`, so that all of this runs in tests over plain tensors.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,7 +21,6 @@ from droidkv.serve.connector_plan import (
     LoadJob,
     LoadOrder,
     LoadReport,
-    SaveJob,
     Span,
     SpanKind,
     chunk_pieces,
@@ -72,6 +71,9 @@ class PagedModel(Protocol):
         there already. Of the last layer only KV are computed. `on_layer` is called with the number
         of each layer before it runs.
         """
+
+    def weights_changed(self) -> bool:
+        """Whether the weights are others than those that the engine started with."""
 
 
 class PlanFailed(Exception):
@@ -204,7 +206,7 @@ class Load:
 
     def recompute_now(self) -> None:
         """Recompute the whole group, waiting for what it needs first."""
-        if not self.job.plan.group:
+        if not self.job.plan.group or self.failed:
             return
         self._wait(self._entered if self._order == "streamed" else self._done)
         while not self.failed and self._next_token < self.job.stop:
@@ -328,12 +330,14 @@ class StepResult:
         failed: Of these, those that have to be prefilled.
         invalid_block_ids: Blocks of synchronous loads that failed.
         reports: How each load went that ended in this step.
+        suffixes: Timelines of the suffix passes that were to be timed in this step.
     """
 
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     invalid_block_ids: set[int] = field(default_factory=set)
     reports: dict[str, LoadReport] = field(default_factory=dict)
+    suffixes: dict[str, list[Span]] = field(default_factory=dict)
 
 
 class ReceiverWorker:
@@ -370,12 +374,23 @@ class ReceiverWorker:
         self._tokens_per_step = tokens_per_step
         self._stitch = stitch
         self._now: list[Load] = []
+        self._suffixes: dict[str, list[Span]] = {}
+        self._passing: list[Timeline] = []
         self._waiting: dict[str, Load] = {}
         self._pool = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="droidkv-load")
 
-    def start(self, jobs: Iterable[LoadJob], dropped: Iterable[str] = ()) -> None:
-        """Before a step's forward pass: start loads, and recompute what this step needs."""
+    def begin_step(self, suffixes: Iterable[str]) -> None:
+        """First in a step: these requests' part in its forward pass is timed."""
+        self._suffixes = {request_id: [] for request_id in suffixes}
+        self._passing = [Timeline(spans, is_kept=True) for spans in self._suffixes.values()]
+
+    def start(self, jobs: Sequence[LoadJob], dropped: Iterable[str] = ()) -> None:
+        """Start loads, and recompute what this step needs.
+
+        Before the forward pass if the step needs any of these loads, else behind it.
+        """
         self._now = []
+        is_refused = bool(jobs) and self._model.weights_changed()
         for job in jobs:
             keys = chunk_keys(self._namespace, job.token_ids, self._store.chunk_tokens)
             load = Load(
@@ -388,7 +403,10 @@ class ReceiverWorker:
                 self._stitch,
                 self._timeline,
             )
-            self._pool.submit(_in_inference_mode, load.fetch)
+            if is_refused:
+                load.fail(Fallback.WEIGHTS_CHANGED)
+            else:
+                self._pool.submit(_in_inference_mode, load.fetch)
             if job.asynchronous:
                 self._waiting[job.request_id] = load
             else:
@@ -403,6 +421,8 @@ class ReceiverWorker:
         """In a layer of the forward pass, before its attention reads the cache."""
         for load in self._now:
             load.wait_for_layer(layer)
+        for timeline in self._passing:
+            timeline.begin("suffix", layer)
 
     def end_step(self, is_idle: bool = False) -> StepResult:
         """After a step's forward pass: recompute for waiting requests, and say what ended.
@@ -410,7 +430,10 @@ class ReceiverWorker:
         Args:
             is_idle: The step had no forward pass, so that the engine would spin until data comes.
         """
-        result = StepResult()
+        for timeline in self._passing:
+            timeline.end()
+        result = StepResult(suffixes=self._suffixes)
+        self._suffixes, self._passing = {}, []
         for load in self._now:
             load.wait_until_done()
             if load.failed:
@@ -424,6 +447,8 @@ class ReceiverWorker:
         for request_id, load in list(self._waiting.items()):
             if not load.is_complete:
                 continue
+            if not load.failed and self._model.weights_changed():
+                load.fail(Fallback.WEIGHTS_CHANGED)
             load.stop()
             del self._waiting[request_id]
             result.finished.add(request_id)
@@ -442,115 +467,6 @@ class ReceiverWorker:
 
     def _blocks(self, job: LoadJob) -> Sequence[int]:
         return job.block_ids[: -(-job.stop // self._model.block_tokens)]
-
-
-class SenderWorker:
-    """Stores whole chunks from the engine's paged cache, in the background.
-
-    Args:
-        model: The engine's model.
-        store: Where the caches go.
-        namespace: This sender's.
-        hidden_layers: Layers whose E is stored.
-        most_pending: Chunks that may wait for the store; beyond that the engine waits.
-        wait_seconds: Longest time it waits in one step; chunks that find no room are not stored.
-    """
-
-    def __init__(
-        self,
-        model: PagedModel,
-        store: Store,
-        namespace: str,
-        hidden_layers: Sequence[int],
-        most_pending: int = 32,
-        wait_seconds: float = 1.0,
-    ) -> None:
-        self._wait_seconds = wait_seconds
-        self._model = model
-        self._store = store
-        self._namespace = namespace
-        self._hidden_layers = list(hidden_layers)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="droidkv-save")
-        self._room = threading.Semaphore(most_pending)
-        self._counting = threading.Lock()
-        self.chunks_saved = 0
-        self.chunks_without_hidden = 0
-        self.chunks_failed = 0
-        self._told: dict[str, int] = {}
-
-    def save(self, jobs: Iterable[SaveJob]) -> None:
-        """After a step's forward pass: copy what it completed, and hand it to the store."""
-        deadline = deadline_in(self._wait_seconds)
-        for job in jobs:
-            chunk = self._store.chunk_tokens
-            keys = chunk_keys(self._namespace, job.token_ids, chunk)
-            for key in keys[job.first_chunk :]:
-                start = key.index * chunk
-                slots = torch.tensor(
-                    slots_of(job.block_ids, self._model.block_tokens, start, start + chunk)
-                )
-                self._save_chunk(key, slots, deadline)
-
-    def _save_chunk(self, key: ChunkKey, slots: Tensor, deadline: float) -> None:
-        hidden: dict[int, Tensor] = {}
-        for layer in self._hidden_layers:
-            captured = self._model.read_hidden(layer, slots)
-            if captured is None:  # never KV without its E: a receiver would wait for it in vain
-                self.chunks_without_hidden += 1
-                return
-            hidden[layer] = captured
-        if not self._room.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            self._count(is_saved=False)
-            return
-        pairs = [self._model.read_kv(layer, slots) for layer in range(self._model.num_layers)]
-        self._pool.submit(self._put, key, pairs, hidden).add_done_callback(self._leave)
-
-    def _put(
-        self, key: ChunkKey, pairs: list[tuple[Tensor, Tensor]], hidden: dict[int, Tensor]
-    ) -> bool:
-        # E first: what is looked up last, a receiver finds only when all is there. Nothing behind
-        # a failure: no plan could use it, and a store that is down takes its time to say so.
-        return all(
-            self._store.put_hidden(key, layer, each) for layer, each in hidden.items()
-        ) and all(
-            self._store.put_kv(key, layer, keys, values)
-            for layer, (keys, values) in enumerate(pairs)
-        )
-
-    def _leave(self, future: Future[bool]) -> None:
-        self._room.release()
-        is_ended = not future.cancelled() and future.exception() is None
-        self._count(is_saved=is_ended and future.result())
-
-    def _count(self, is_saved: bool) -> None:
-        with self._counting:
-            self.chunks_saved += is_saved
-            self.chunks_failed += not is_saved
-
-    def new_counts(self) -> dict[str, int]:
-        """Chunks by outcome since this was last asked."""
-        counts = {
-            "stored": self.chunks_saved,
-            "failed": self.chunks_failed,
-            "without_hidden": self.chunks_without_hidden,
-        }
-        new = {outcome: count - self._told.get(outcome, 0) for outcome, count in counts.items()}
-        self._told = counts
-        return new
-
-    def flush(self, seconds: float) -> bool:
-        """Wait until all that was handed over can be read by others; False if it takes longer."""
-        deadline = deadline_in(seconds)
-        try:
-            self._pool.submit(lambda: None).result(timeout=seconds)
-        except (TimeoutError, RuntimeError):
-            return False
-        return self._store.flush(deadline)
-
-    def close(self, seconds: float = 5.0) -> None:
-        """Finish what was handed over if that takes no longer than this, then let go."""
-        self.flush(seconds)
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _in_inference_mode(work: Callable[[], None]) -> None:

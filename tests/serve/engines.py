@@ -20,7 +20,7 @@ from droidkv.models import DecoderModel
 from droidkv.pair import ModelRef
 from droidkv.plan import ReusePlan
 from droidkv.prefill import Context, forward_suffix, full_prefill, generate, partial_prefill
-from droidkv.serve.store import Store, chunk_keys, deadline_in
+from droidkv.serve.store import Store, chunk_keys, deadline_in, namespace_digest
 from droidkv.stitch import StitchMap, fit_stitch
 from droidkv.tiny import TinySpec, tiny_model, tiny_tokenizer
 
@@ -160,8 +160,7 @@ class Engine:
         self.audit = Path(transfer["kv_connector_extra_config"]["audit"])
         self.llm = vllm.LLM(
             model=str(folder / role),
-            kv_transfer_config=transfer,
-            **{**OPTIONS, **(options or {})},
+            **{"kv_transfer_config": transfer, **OPTIONS, **(options or {})},
         )
 
     def answer(
@@ -231,10 +230,16 @@ def sampling_params(plan: str | None, new: int, **sampling: Any) -> Any:
     return vllm.SamplingParams(
         max_tokens=new,
         logprobs=-1,
-        ignore_eos=True,
         extra_args={"kv_transfer_params": {"droidkv": {"plan": plan}}} if plan else None,
-        **{"temperature": 0, **sampling},
+        **{"temperature": 0, "ignore_eos": True, **sampling},
     )
+
+
+def rest_no_more(engine: Engine) -> None:
+    """The engine asks the store again, whatever failed before."""
+    half = engine.scheduler().connector._receiver_scheduler
+    half.lookups.succeeded()
+    half.loads.succeeded()
 
 
 @torch.no_grad()
@@ -286,6 +291,20 @@ def assert_all_same(
     """Each answer is the Hugging Face engine's at its plan."""
     for answer, prompt, plan in zip(answers, prompts, plans, strict=True):
         assert_same(answer, reference(models, prompt, plan, new))
+
+
+def store_captured(models: Models, store: Store, prompts: list[list[int]]) -> None:
+    """What a sender's engine would store of these prompts, by the Hugging Face engine."""
+    namespace = namespace_digest(models.sender.fingerprint)
+    layers = range(LAYERS)
+    for prompt in prompts:
+        cache = capture(models.sender.model, torch.tensor([prompt]), hidden_layers=layers)
+        for key in chunk_keys(namespace, prompt, CHUNK):
+            part = slice(key.index * CHUNK, (key.index + 1) * CHUNK)
+            for layer in layers:
+                pair = (cache.keys[layer][0, :, part], cache.values[layer][0, :, part])
+                assert store.put_kv(key, layer, *pair)
+                assert store.put_hidden(key, layer, cache.hidden[layer][0, part])
 
 
 def assert_stored(models: Models, store: Store, namespace: str, prompts: list[list[int]]) -> None:

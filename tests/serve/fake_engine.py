@@ -30,6 +30,7 @@ class FakePagedModel:
         self.values = torch.full(per_layer, torch.nan)
         self.hidden: dict[int, Tensor] = {}
         self.recomputed: list[tuple[int, int]] = []
+        self.is_updated = False
 
     def read_kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         return self.keys[layer][:, slots], self.values[layer][:, slots]
@@ -44,6 +45,9 @@ class FakePagedModel:
 
     def embed(self, token_ids: Sequence[int]) -> Tensor:
         return self.model.embed(torch.tensor([list(token_ids)]))[0]
+
+    def weights_changed(self) -> bool:
+        return self.is_updated
 
     def recompute(
         self,

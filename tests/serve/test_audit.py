@@ -9,7 +9,7 @@ import pytest
 from droidkv.errors import ServeError, StorageError
 from droidkv.serve.audit import by_outcome, by_plan, chrome_trace, percentiles, read_audit
 from droidkv.serve.connector_plan import AuditRecord, Fallback, LoadReport, Span
-from droidkv.serve.metrics import METRICS, of_request, of_saves
+from droidkv.serve.metrics import METRICS, of_request, of_rests, of_saves
 
 SPANS = [
     Span("load", 2, 100.0, 100.25),
@@ -140,3 +140,7 @@ def test_metrics_count_what_happened() -> None:
     assert waits == [0.25, 0.5, 2.0]
     saved = list(of_saves({"stored": 3, "failed": 0}))
     assert [(each.label, each.amount) for each in saved] == [("stored", 3)]
+    rests = list(of_rests({"load": 2, "lookup": 0}))
+    assert [(each.metric, each.label, each.amount) for each in rests] == [
+        ("droidkv_store_rests", "load", 2)
+    ]

@@ -3,13 +3,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
 from droidkv.plan import ReusePlan
-from droidkv.serve.connector_plan import AuditRecord, Fallback, LoadReport, RequestView
+from droidkv.serve.breaker import LONGEST_REST_SECONDS, MOST_FAILURES, REST_SECONDS, Breaker
+from droidkv.serve.connector_plan import AuditRecord, Fallback, LoadReport, RequestView, Span
 from droidkv.serve.objects import ObjectName
 from droidkv.serve.scheduler_half import (
     PlanChooser,
@@ -50,6 +51,11 @@ class Engine:
     half: ReceiverScheduler
     records: list[AuditRecord]
     salts: dict[str, str | None] = field(default_factory=dict)
+    now: float = 1000.0  # on the clock of the breakers
+
+    def __post_init__(self) -> None:
+        self.half.lookups = Breaker(clock=lambda: self.now)
+        self.half.loads = Breaker(clock=lambda: self.now)
 
     def salter(self, request_id: str) -> Callable[[str | None], None]:
         return lambda salt: self.salts.__setitem__(request_id, salt)
@@ -93,6 +99,7 @@ def engine_of() -> Iterator[Callable[..., Engine]]:
         asynchronous: bool = False,
         tokens_per_step: int = 1000,
         load_seconds: float = 30.0,
+        timeline: bool = False,
     ) -> Engine:
         store, records = SlowStore(), list[AuditRecord]()
         fill(store, 4, 4)
@@ -105,6 +112,7 @@ def engine_of() -> Iterator[Callable[..., Engine]]:
             patience_seconds=patience_seconds,
             asynchronous=asynchronous,
             tokens_per_step=tokens_per_step,
+            timeline=timeline,
         )
         engine = Engine(store, ReceiverScheduler(rules, store, records.append), records)
         made.append(engine)
@@ -359,6 +367,164 @@ def test_a_preempted_request_is_promised_the_same_again(engine_of: EngineOf) -> 
         (job,), _ = engine.half.take_jobs()
         assert job.block_ids == blocks
         engine.half.report("r", LoadReport(), engine.salter("r"))
+
+
+def load(engine: Engine, request_id: str, reason: Fallback | None) -> None:
+    """A request whose load ends so."""
+    engine.admit(request_id)
+    assert engine.match(request_id) == (32, False)
+    engine.half.allocate(request_id, BLOCKS, 32)
+    engine.half.take_jobs()
+    engine.half.report(request_id, LoadReport(reason=reason), engine.salter(request_id))
+
+
+def test_a_store_that_cannot_be_asked_again_and_again_is_not_asked_for_a_while(
+    engine_of: EngineOf,
+) -> None:
+    engine = engine_of()
+    engine.store.error = ConnectionError("refused")
+    for index in range(MOST_FAILURES):
+        engine.admit(f"{index}")
+        assert engine.reason(f"{index}") == Fallback.LOOKUP_BACKEND_DOWN
+    engine.store.error = AssertionError("asked although it rests")
+    engine.admit("resting")
+    assert engine.match("resting") == (0, False)
+    assert engine.reason("resting") == Fallback.STORE_RESTING
+    engine.store.error = None
+    engine.now += REST_SECONDS
+    engine.store.release.clear()  # the one that tries takes its time, and the others do not wait
+    engine.half.rules = replace(engine.half.rules, patience_seconds=0.0)
+    engine.admit("trial")
+    engine.admit("beside")
+    assert engine.reason("beside") == Fallback.STORE_RESTING
+    engine.store.release.set()
+    deadline = time.monotonic() + 20
+    while "trial" not in engine.salts and time.monotonic() < deadline:
+        engine.match("trial")
+    engine.half.rules = replace(engine.half.rules, patience_seconds=2.0)
+    engine.admit("behind")
+    assert engine.match("behind") == (32, False)
+    assert engine.half.lookups.new_rests() == 1
+
+
+@pytest.mark.parametrize("reason", [Fallback.LOAD_TIMEOUT, Fallback.LOAD_BACKEND_DOWN])
+def test_a_store_that_does_not_give_what_it_says_it_has_rests_too(
+    engine_of: EngineOf, reason: Fallback
+) -> None:
+    engine = engine_of()
+    engine.admit("looked-up-before", plan="none")
+    for index in range(MOST_FAILURES):
+        load(engine, f"{index}", reason)
+    engine.admit("resting")
+    assert engine.reason("resting") == Fallback.STORE_RESTING
+    # Asked once more, since what the engine found locally was found under the plan's salt.
+    assert engine.match("looked-up-before") == (None, False)
+    assert engine.salts["looked-up-before"] is None
+    assert engine.match("looked-up-before") == (0, False)
+    assert engine.reason("looked-up-before") == Fallback.STORE_RESTING
+    engine.now += REST_SECONDS
+    load(engine, "trial", None)
+    load(engine, "behind", None)
+
+
+@pytest.mark.parametrize("between", [None, Fallback.LOAD_ABSENT, Fallback.LOAD_CORRUPT])
+def test_a_store_that_answers_between_two_failures_does_not_rest(
+    engine_of: EngineOf, between: Fallback | None
+) -> None:
+    engine = engine_of()
+    for index in range(3 * MOST_FAILURES):
+        is_failing = index % MOST_FAILURES
+        load(engine, f"{index}", Fallback.LOAD_TIMEOUT if is_failing else between)
+    engine.admit("behind")
+    assert engine.match("behind") == (32, False)
+
+
+def test_a_failed_recompute_says_nothing_of_the_store(engine_of: EngineOf) -> None:
+    engine = engine_of()
+    for index in range(MOST_FAILURES - 1):
+        load(engine, f"{index}", Fallback.LOAD_TIMEOUT)
+    load(engine, "recompute", Fallback.RECOMPUTE_FAILED)
+    load(engine, "last", Fallback.LOAD_TIMEOUT)
+    engine.admit("resting")
+    assert engine.reason("resting") == Fallback.STORE_RESTING
+
+
+def test_a_request_that_is_to_try_the_store_keeps_its_turn_until_it_has(
+    engine_of: EngineOf,
+) -> None:
+    engine = engine_of()
+    for index in range(MOST_FAILURES):
+        load(engine, f"{index}", Fallback.LOAD_TIMEOUT)
+    engine.now += REST_SECONDS
+    engine.admit("trial")
+    engine.admit("beside", plan="none")
+    # The engine may have no blocks for it yet, and asks again.
+    assert [engine.match("trial") for _ in range(5)] == [(32, False)] * 5
+    assert engine.match("beside") == (None, False)
+    assert engine.reason("beside") == Fallback.STORE_RESTING
+    # Preempted before its load was over, it is asked about anew.
+    engine.half.allocate("trial", BLOCKS, 32)
+    engine.half.report("trial", LoadReport(), engine.salter("trial"))
+    for _ in range(MOST_FAILURES):
+        engine.half.loads.failed()
+    assert engine.match("trial") == (None, False)
+    assert engine.match("trial") == (0, False)
+    engine.now += LONGEST_REST_SECONDS
+    load(engine, "later", None)
+
+
+def test_an_updated_model_reuses_nothing_from_then_on(engine_of: EngineOf) -> None:
+    engine = engine_of()
+    engine.admit("waiting", plan="none")
+    load(engine, "first", Fallback.WEIGHTS_CHANGED)
+    assert engine.match("waiting", local=32) == (None, False)  # not even what the engine holds
+    assert engine.salts["waiting"] is None
+    assert engine.match("waiting") == (0, False)
+    engine.admit("later")
+    for name in ("first", "waiting", "later"):
+        assert engine.reason(name) == Fallback.WEIGHTS_CHANGED
+    assert not engine.half.loads.is_resting()
+
+
+SUFFIX = [Span("suffix", layer, 1.0, 2.0) for layer in range(NUM_LAYERS)]
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_the_suffix_pass_of_a_request_that_waited_is_timed_once(
+    engine_of: EngineOf, ends_first: bool
+) -> None:
+    engine = engine_of(asynchronous=True, timeline=True)
+    load = Span("load", 0, 0.0, 1.0)
+    engine.admit()
+    assert engine.match() == (32, True)
+    engine.half.allocate("r", BLOCKS, 32)
+    assert engine.half.take_suffixes(["r"]) == []
+    engine.half.report("r", LoadReport(loaded_bytes=7, spans=[load]), engine.salter("r"))
+    assert engine.half.take_suffixes(["other"]) == []
+    assert engine.half.take_suffixes(["r"]) == ["r"]
+    assert engine.half.take_suffixes(["r"]) == []
+    if ends_first:  # a request for one token
+        engine.half.finish("r")
+        assert engine.records == []
+    engine.half.report_suffix("r", SUFFIX)
+    assert engine.half.take_suffixes(["r"]) == []
+    if not ends_first:
+        engine.half.finish("r")
+    (record,) = engine.records
+    assert record.report.spans == [load, *SUFFIX]
+    assert (record.reason, record.report.loaded_bytes) == (None, 7)
+    engine.half.report_suffix("r", SUFFIX)  # of a request that is gone
+    assert len(engine.records) == 1
+
+
+def test_no_suffix_pass_is_timed_unasked(engine_of: EngineOf) -> None:
+    for timeline, asynchronous in ((True, False), (False, True)):
+        engine = engine_of(asynchronous=asynchronous, timeline=timeline)
+        engine.admit()
+        engine.match()
+        engine.half.allocate("r", BLOCKS, 32)
+        engine.half.report("r", LoadReport(), engine.salter("r"))
+        assert engine.half.take_suffixes(["r"]) == []
 
 
 def test_a_sender_stores_chunks_as_they_fill_and_once() -> None:

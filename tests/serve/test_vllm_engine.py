@@ -30,12 +30,16 @@ from serve.engines import (
     make_models,
     own_answer,
     reference,
+    rest_no_more,
     sampling_params,
     token_ids,
 )
 from torch import Tensor
 
+from droidkv.errors import UnsupportedModelError
+from droidkv.plan import ReusePlan
 from droidkv.prefill import forward_suffix, full_prefill
+from droidkv.serve.breaker import MOST_FAILURES, REST_SECONDS, Breaker
 from droidkv.serve.connector_plan import LOAD_ORDERS
 from droidkv.serve.objects import ObjectName
 from droidkv.serve.opening import open_store
@@ -66,7 +70,7 @@ def stored(models: Models) -> dict[str, Any]:
             crowd = engine.answer(CROWD, [None] * 8, new=90)
         worker = engine.worker()
         assert worker.flush(30)
-        gaps = worker._sender.chunks_without_hidden + worker._sender.chunks_failed
+        ended = worker._sender.counts()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(open_store(STORE, CHUNK), "_write", _refuse)
             unstored = engine.answer([UNSTORABLE], [None])
@@ -74,8 +78,8 @@ def stored(models: Models) -> dict[str, Any]:
         return {
             "namespace": worker._setup.namespace,
             "identity": worker._setup.identity,
-            "gaps": gaps,
-            "failed": worker._sender.chunks_failed,
+            "gaps": sum(ended.values()) - ended["stored"],
+            "failed": worker._sender.counts()["failed"],
             "preempted": preempted,
             "answers": [*first, *crowd, *unstored],
         }
@@ -137,10 +141,13 @@ def engine(models: Models, stored: dict[str, Any]) -> Iterator[Engine]:
 
 @pytest.fixture(autouse=True)
 def _forget(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test starts on an empty prefix cache, and gives all blocks back."""
+    """Every test starts on an empty prefix cache and a store that is asked, and gives all blocks
+    back."""
     yield
     if "engine" in request.fixturenames:
-        request.getfixturevalue("engine").forget()
+        engine = request.getfixturevalue("engine")
+        engine.forget()
+        rest_no_more(engine)
 
 
 def change_rules(engine: Engine, patch: pytest.MonkeyPatch, **changes: Any) -> None:
@@ -257,6 +264,63 @@ def test_several_samples_of_one_prompt_share_its_plan(models: Models, engine: En
     assert [list(each.token_ids) for each in output.outputs] == [wanted] * 3
 
 
+def test_a_request_that_reads_no_cached_prefix_is_prefilled(models: Models, engine: Engine) -> None:
+    engine.answer([PROMPTS[0]], ["[2,4)"])
+    (output,) = engine.generate([PROMPTS[0]], ["[2,4)"], skip_reading_prefix_cache=True)
+    assert list(output.outputs[0].token_ids) == reference(models, PROMPTS[0], None)[1]
+    assert engine.records()[-1]["reason"] == "opted_out"
+
+
+def test_structured_output_reuses(models: Models, engine: Engine) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    words = StructuredOutputsParams(choice=["yes", "perhaps"])
+    prompt = PROMPTS[0]
+    (output,) = engine.generate(
+        [prompt], ["[2,4)"], new=12, structured_outputs=words, ignore_eos=False
+    )
+    decode = engine.llm.get_tokenizer().decode
+    chosen = decode(output.outputs[0].token_ids, skip_special_tokens=True)
+    assert chosen in ("yes", "perhaps")
+    assert engine.records()[-1]["reason"] is None
+    # Only the choice of tokens is bound, not what they are chosen by.
+    (free,) = engine.answer([prompt], ["[2,4)"])
+    assert_same(free, reference(models, prompt, "[2,4)"))
+
+
+def test_every_step_of_a_beam_search_is_on_the_servers_plan(
+    models: Models, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.sampling_params import BeamSearchParams
+
+    change_rules(engine, monkeypatch, choose=lambda prefix, suffix: ReusePlan.of(2, 4))
+    before = len(engine.records())
+    params = BeamSearchParams(beam_width=1, max_tokens=3, ignore_eos=True)
+    (output,) = engine.llm.beam_search([{"prompt_token_ids": PROMPTS[0]}], params)
+    wanted = reference(models, PROMPTS[0], "[2,4)", new=3)[1]
+    assert output.sequences[0].tokens[len(PROMPTS[0]) :] == wanted
+    records = engine.records()[before:]
+    assert [(each["reason"], each["plan"]) for each in records] == [(None, "[2,4)")] * 3
+
+
+def test_the_timeline_of_a_load_that_was_waited_for_has_its_suffix_pass(
+    models: Models, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_so(engine, monkeypatch, ("streamed", "async"))
+    monkeypatch.setattr(engine.worker()._receiver, "_timeline", True)
+    change_rules(engine, monkeypatch, timeline=True)
+    for new in (6, 1):  # of one token: the request ends in the step of its suffix pass
+        engine.forget()
+        (answer,) = engine.answer([PROMPTS[0]], ["[2,4)"], new=new)
+        assert_same(answer, reference(models, PROMPTS[0], "[2,4)", new=new))
+        record = engine.records()[-1]
+        assert (record["reason"], record["asynchronous"]) == (None, True)
+        spans = record["spans"]
+        suffix = [span for span in spans if span[0] == "suffix"]
+        assert [layer for _, layer, _, _ in suffix] == list(range(LAYERS))
+        assert min(span[2] for span in suffix) >= max(span[3] for span in spans[: -len(suffix)])
+
+
 def test_prompt_log_probabilities_are_the_requests_own(models: Models, engine: Engine) -> None:
     prompt, model = PROMPTS[0], models.receiver.model
     engine.answer([prompt], ["[2,4)"])  # its mixed blocks are there to be mistaken for exact ones
@@ -363,8 +427,9 @@ def test_a_store_that_fails_always_ends_every_request(
     prompts = [*PROMPTS, *CROWD]
     answers = engine.answer(prompts, ["[2,4)"] * len(prompts))
     assert_all_same(models, answers, prompts, [None] * len(prompts))
-    reasons = {each["reason"] for each in engine.records()[-len(prompts) :]}
-    assert reasons == {"load_backend_down"}
+    reasons = [each["reason"] for each in engine.records()[-len(prompts) :]]
+    assert set(reasons) == {"load_backend_down", "store_resting"}
+    assert reasons.count("load_backend_down") >= MOST_FAILURES
 
 
 @pytest.mark.parametrize("load", LOAD_MODES)
@@ -379,6 +444,35 @@ def test_a_store_that_hangs_gives_the_requests_own_prefill_at_the_deadline(
         answers = engine.answer(prompts, ["[2,4)"] * 5)
     assert_all_same(models, answers, prompts, [None] * 5)
     assert [each["reason"] for each in engine.records()[-5:]] == ["load_timeout"] * 5
+
+
+@pytest.mark.parametrize("load", LOAD_MODES)
+def test_a_store_that_hangs_is_not_waited_for_again_and_again(
+    models: Models, engine: Engine, monkeypatch: pytest.MonkeyPatch, load: str
+) -> None:
+    load_so(engine, monkeypatch, ("streamed", load))
+    half, now = engine.scheduler().connector._receiver_scheduler, 1000.0
+    monkeypatch.setattr(half, "loads", Breaker(clock=lambda: now))
+    prompts = [LONG[: 200 + index] for index in range(MOST_FAILURES + 3)]
+    with hanging_reads(monkeypatch) as reads:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.worker()._receiver, "_load_seconds", 0.5)
+            for prompt in prompts[:MOST_FAILURES]:
+                (answer,) = engine.answer([prompt], ["[2,4)"])
+                assert_same(answer, reference(models, prompt, None))
+        # From here on a load would hang for two minutes.
+        reads.hanging.clear()
+        for prompt in prompts[MOST_FAILURES:]:
+            (answer,) = engine.answer([prompt], ["[2,4)"])
+            assert_same(answer, reference(models, prompt, None))
+        assert not reads.hanging.is_set()
+    reasons = [each["reason"] for each in engine.records()[-len(prompts) :]]
+    assert reasons == ["load_timeout"] * MOST_FAILURES + ["store_resting"] * 3
+    now += REST_SECONDS
+    for _ in range(2):
+        (answer,) = engine.answer([LONG], ["[2,4)"])
+        assert_same(answer, reference(models, LONG, "[2,4)"))
+        assert engine.records()[-1]["reason"] is None
 
 
 def test_a_recompute_that_fails_gives_the_requests_own_prefill(
@@ -474,6 +568,20 @@ def test_a_store_that_cannot_be_asked_gives_the_requests_own_prefill(
     release.set()
     assert_all_same(models, answers, PROMPTS[:2], [None, None])
     assert {each["reason"] for each in engine.records()[-2:]} == {reason}
+
+
+def test_a_cache_that_no_known_layout_reads_is_refused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from droidkv.serve import vllm_engine
+
+    model = engine.worker()._receiver._model
+    with torch.inference_mode():
+        assert model._find_layout() is model._layout
+        others = tuple(each for each in vllm_engine._LAYOUTS if each is not model._layout)
+        monkeypatch.setattr(vllm_engine, "_LAYOUTS", others)
+        with pytest.raises(UnsupportedModelError, match="to have a known layout"):
+            model._find_layout()
 
 
 def test_what_was_evicted_shortens_the_prefix(models: Models, engine: Engine) -> None:

@@ -35,10 +35,14 @@ def test_stats_travel_add_up_and_are_exposed() -> None:
         {0: ["m", "0"], 1: ["m", "1"]},
     )
     first = DroidKVConnector.build_kv_connector_stats(
-        {"requests": [REUSED.to_json()], "saves": {"stored": 2}}
+        {"requests": [REUSED.to_json()], "saves": {"stored": 2}, "rests": {"load": 1}}
     )
     second = DroidKVConnector.build_kv_connector_stats(
-        {"requests": [SHORT.to_json()], "saves": {"stored": 1, "failed": 1}}
+        {
+            "requests": [SHORT.to_json()],
+            "saves": {"stored": 1, "failed": 1},
+            "rests": {"load": 1, "lookup": 0},
+        }
     )
     both = first.aggregate(second)
     assert both.reduce()["reused"] == 1 and both.reduce()["chunks_stored"] == 3
@@ -51,6 +55,7 @@ def test_stats_travel_add_up_and_are_exposed() -> None:
         'droidkv_plans_total{engine="1",model_name="m",plan="[2,4)"} 1.0',
         'droidkv_loaded_bytes_total{engine="1",model_name="m"} 1000.0',
         'droidkv_saved_chunks_total{engine="1",model_name="m",outcome="stored"} 3.0',
+        'droidkv_store_rests_total{engine="1",model_name="m",what="load"} 2.0',
         'droidkv_wait_seconds_count{engine="1",model_name="m"} 1.0',
     ):
         assert line in text

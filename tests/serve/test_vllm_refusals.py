@@ -11,10 +11,12 @@ from serve.engine_process import run_engine
 from serve.engines import OPTIONS, Models, connector, make_models, vllm
 
 from droidkv.errors import ServeError, UnsupportedModelError
-from droidkv.serve.settings import ServeSettings
+from droidkv.serve.settings import ROLES, ServeSettings
 from droidkv.tiny import TinySpec, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.vllm
+
+SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +49,20 @@ def test_the_engines_of_the_other_tests_are_not_refused(models: Models) -> None:
 @pytest.mark.parametrize(
     ("role", "options", "named"),
     [
-        ("sender", {"tensor_parallel_size": 2}, "tensor_parallel_size = 1"),
-        ("receiver", {"tensor_parallel_size": 2}, "tensor_parallel_size = 1"),
-        ("receiver", {"pipeline_parallel_size": 2}, "pipeline_parallel_size = 1"),
+        *(
+            (role, options, named)
+            for role in ROLES
+            for options, named in (
+                ({"tensor_parallel_size": 2}, "tensor_parallel_size = 1, got 2"),
+                ({"pipeline_parallel_size": 2}, "pipeline_parallel_size = 1, got 2"),
+                ({"data_parallel_size": 2}, "data_parallel_size = 1, got 2"),
+                ({"speculative_config": SPECULATIVE}, "speculative decoding"),
+                ({"kv_cache_dtype": "fp8"}, "kv-cache-dtype"),
+            )
+        ),
         ("receiver", {"async_scheduling": True}, "no-async-scheduling"),
         ("receiver", {"enable_lora": True}, "LoRA"),
         ("receiver", {"kv_transfer_config": {"kv_load_failure_policy": "fail"}}, "recompute"),
-        ("sender", {"kv_cache_dtype": "fp8"}, "kv-cache-dtype"),
     ],
 )
 def test_what_was_never_tested_is_refused_by_name(
@@ -61,6 +70,88 @@ def test_what_was_never_tested_is_refused_by_name(
 ) -> None:
     with pytest.raises(ServeError, match=named):
         check(models.folder, role, dict(options))
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("parallel_config", "decode_context_parallel_size", 2),
+        ("model_config", "quantization", "awq"),
+    ],
+)
+def test_what_takes_several_ranks_or_other_weights_is_refused_by_name(
+    models: Models, role: str, part: str, name: str, value: object
+) -> None:
+    from droidkv.serve.vllm_setup import check_engine
+
+    transfer = connector(models.folder, role, "memory://refused")
+    config = vllm.EngineArgs(
+        kv_transfer_config=transfer, **OPTIONS, model=str(models.folder / role)
+    ).create_engine_config()
+    setattr(getattr(config, part), name, value)
+    settings = ServeSettings.from_table(transfer["kv_connector_extra_config"])
+    with pytest.raises(ServeError, match=rf"{name}.*{value}"):
+        check_engine(config, settings)
+
+
+def test_full_graphs_are_ruled_out_for_they_would_skip_the_waits_per_layer() -> None:
+    from droidkv.serve.vllm_connector import DroidKVConnector
+
+    assert DroidKVConnector.requires_piecewise_for_cudagraph({"role": "receiver"})
+
+
+def cache_of(*specs: Any) -> Any:
+    """A cache with one group of layers per specification."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    groups = [KVCacheGroupSpec([f"{index}"], spec) for index, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def test_windows_and_hybrid_layers_are_refused_by_name() -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+
+    from droidkv.serve.vllm_setup import check_cache
+
+    shape: dict[str, Any] = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    full = FullAttentionSpec(block_size=64, **shape)
+    assert check_cache(cache_of(full)) == full
+    window = SlidingWindowSpec(block_size=64, sliding_window=128, **shape)
+    unified = FullAttentionSpec(block_size=64, sliding_window=128, **shape)
+    state = MambaSpec(block_size=64, shapes=((2, 3),), dtypes=(torch.float32,))
+    for groups, named in (
+        ([window], "SlidingWindowSpec"),
+        ([unified], "FullAttentionSpec with a sliding window"),
+        ([full, window], "FullAttentionSpec, SlidingWindowSpec"),
+        ([full, state], "FullAttentionSpec, MambaSpec"),
+        ([], "got none"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=named):
+            check_cache(cache_of(*groups))
+
+
+def inside_multi(folder: Path, role: str) -> dict[str, Any]:
+    inner = connector(folder, role, "memory://refused")
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [inner]},
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ROLES)
+def test_a_real_engine_with_another_connector_around_it_does_not_start(
+    models: Models, role: str
+) -> None:
+    transfer = inside_multi(models.folder, role)
+    spec = {"role": role, "store": "memory://refused", "extra": {}, "batches": []}
+    options = {"kv_transfer_config": transfer}
+    result = run_engine(models.folder, {**spec, "options": options}, {})
+    assert result.returncode != 0
+    assert "DroidKVConnector to be an engine's only connector" in result.stdout + result.stderr
 
 
 def test_other_architectures_are_refused_by_name(models: Models, tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from droidkv.plan import ReusePlan
 from droidkv.prefill import partial_prefill
 from droidkv.serve.connector_plan import LOAD_ORDERS, Fallback, LoadJob, LoadOrder, SaveJob
 from droidkv.serve.objects import MissReason, ObjectName, StoreMiss
+from droidkv.serve.sender_worker import SenderWorker
 from droidkv.serve.store import MemoryStore, chunk_keys
-from droidkv.serve.worker_half import ReceiverWorker, SenderWorker, StepResult
+from droidkv.serve.worker_half import ReceiverWorker, StepResult
 from droidkv.stitch import StitchMap, fit_stitch
 
 CHUNK, BLOCK = 8, 4
@@ -331,61 +332,13 @@ def test_a_sender_stores_what_a_receiver_can_load(workers: list[ReceiverWorker])
     worker.save([SaveJob("s", tuple(TOKENS[:32]), 2, BLOCKS)])
     assert worker.flush(10)
     worker.close()
-    assert (worker.chunks_saved, worker.chunks_failed) == (4, 0)
+    assert worker.counts()["stored"] == 4
     engine = FakePagedModel(RECEIVER, num_blocks=16, block_tokens=BLOCK)
     receiver = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
     workers.append(receiver)
     receiver.start([job("[2,4)")])
     assert receiver.end_step().reports["r"].reason is None
     assert_mixed(engine, job("[2,4)"))
-
-
-def test_kv_is_never_stored_without_its_e() -> None:
-    sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
-    sender.hidden[2] = torch.full((64, sender.hidden_size), torch.nan)
-    store = MemoryStore(CHUNK)
-    worker = SenderWorker(sender, store, NAMESPACE, [2])
-    worker.save([SaveJob("s", tuple(TOKENS[:16]), 0, BLOCKS)])
-    worker.close()
-    assert worker.chunks_without_hidden == 2
-    assert store.stats().puts == 0
-
-
-def test_a_store_that_refuses_does_not_stop_the_sender() -> None:
-    class Full(MemoryStore):
-        def _write(self, name: ObjectName, buffer: Tensor) -> None:
-            raise OSError("no space left")
-
-    sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
-    worker = SenderWorker(sender, Full(CHUNK), NAMESPACE, [])
-    worker.save([SaveJob("s", tuple(TOKENS[:16]), 0, BLOCKS)])
-    worker.flush(10)
-    worker.close()
-    assert worker.chunks_failed == 2
-
-
-def test_a_store_that_hangs_costs_the_sender_its_chunks_and_no_more() -> None:
-    release, written = threading.Event(), list[ObjectName]()
-
-    class Hanging(MemoryStore):
-        def _write(self, name: ObjectName, buffer: Tensor) -> None:
-            release.wait(60)
-            written.append(name)
-            if name.key.index == 1:
-                raise OSError("no space left")
-
-    sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
-    worker = SenderWorker(sender, Hanging(CHUNK), NAMESPACE, [], most_pending=2, wait_seconds=0.01)
-    worker.save([SaveJob("s", tuple(TOKENS[:32]), 0, BLOCKS)])  # returns although nothing leaves
-    assert worker.chunks_failed == 2
-    release.set()
-    assert worker.flush(10)
-    assert (worker.chunks_saved, worker.chunks_failed) == (1, 3)
-    # The second chunk was given up at its first failure.
-    assert [name.key.index for name in written] == [0] * NUM_LAYERS + [1]
-    worker.save([SaveJob("t", tuple(TOKENS[:8]), 0, BLOCKS)])  # there is room again
-    worker.close()
-    assert (worker.chunks_saved, worker.chunks_failed) == (2, 3)
 
 
 def test_a_timeline_covers_every_layer(
@@ -419,6 +372,62 @@ def test_no_timeline_is_kept_unasked(
     workers.append(worker)
     worker.start([job("[2,4)")])
     assert worker.end_step().reports["r"].spans == []
+
+
+def test_the_suffix_pass_behind_a_load_that_was_waited_for_is_timed(
+    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+) -> None:
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW, timeline=True)
+    workers.append(worker)
+    worker.start([job("[2,4)", waits=True)])
+    load = steps_until_over(worker).reports["r"]
+    assert [span for span in load.spans if span.kind == "suffix"] == []
+    worker.begin_step(["r"])
+    for layer in range(NUM_LAYERS):
+        worker.wait_for_layer(layer)
+    worker.start([])  # behind the forward pass, as engines do where it needs no load
+    result = worker.end_step()
+    assert result.reports == {}
+    spans = result.suffixes["r"]
+    assert [(span.kind, span.layer) for span in spans] == [
+        ("suffix", layer) for layer in range(NUM_LAYERS)
+    ]
+    assert all(first.stop <= second.start for first, second in pairwise(spans))
+    assert spans[0].start >= max(span.stop for span in load.spans)
+    worker.begin_step([])
+    worker.wait_for_layer(0)
+    assert worker.end_step().suffixes == {}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_nothing_is_supplied_to_a_model_that_was_updated(
+    waits: bool, store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+) -> None:
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
+    workers.append(worker)
+    engine.is_updated = True
+    worker.start([job("[2,4)", waits=waits)])
+    for layer in range(NUM_LAYERS):
+        worker.wait_for_layer(layer)
+    result = worker.end_step()
+    assert result.reports["r"].reason == Fallback.WEIGHTS_CHANGED
+    assert bool(result.invalid_block_ids) != waits
+    assert result.failed == ({"r"} if waits else set())
+    assert engine.recomputed == []
+    assert bool(engine.keys.isnan().all())
+
+
+def test_an_update_while_a_load_is_waited_for_makes_it_worthless(
+    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+) -> None:
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW, tokens_per_step=16)
+    workers.append(worker)
+    worker.start([job("[2,4)", waits=True)])
+    deadline = time.monotonic() + SLOW
+    while not engine.recomputed and time.monotonic() < deadline:
+        worker.end_step(is_idle=True)
+    engine.is_updated = True
+    assert steps_until_over(worker).reports["r"].reason == Fallback.WEIGHTS_CHANGED
 
 
 def test_a_request_may_choose_its_order(

@@ -1,0 +1,147 @@
+"""A sender's half beside the model: whole chunks go to the store. No engine here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from droidkv.serve.breaker import Breaker
+from droidkv.serve.connector_plan import SaveJob, slots_of
+from droidkv.serve.store import ChunkKey, Store, chunk_keys, deadline_in
+from droidkv.serve.worker_half import PagedModel
+
+# What came of a chunk. `resting`: the store is not asked, having failed several times in a row.
+ChunkEnd = Literal["stored", "failed", "resting", "without_hidden", "weights_changed"]
+CHUNK_ENDS: tuple[ChunkEnd, ...] = get_args(ChunkEnd)
+
+
+class SenderWorker:
+    """Stores whole chunks from the engine's paged cache, in the background.
+
+    Args:
+        model: The engine's model.
+        store: Where the caches go.
+        namespace: This sender's.
+        hidden_layers: Layers whose E is stored.
+        most_pending: Chunks that may wait for the store; beyond that the engine waits.
+        wait_seconds: Longest time it waits in one step; chunks that find no room are not stored.
+
+    Attributes:
+        puts: Keeps chunks from a store that does not take them.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        store: Store,
+        namespace: str,
+        hidden_layers: Sequence[int],
+        most_pending: int = 32,
+        wait_seconds: float = 1.0,
+    ) -> None:
+        self._wait_seconds = wait_seconds
+        self._model = model
+        self._store = store
+        self._namespace = namespace
+        self._hidden_layers = list(hidden_layers)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="droidkv-save")
+        self._room = threading.Semaphore(most_pending)
+        self.puts = Breaker()
+        self._counting = threading.Lock()
+        self._counts: Counter[ChunkEnd] = Counter()
+        self._told: Counter[ChunkEnd] = Counter()
+
+    def save(self, jobs: Sequence[SaveJob]) -> None:
+        """After a step's forward pass: copy what it completed, and hand it to the store."""
+        deadline = deadline_in(self._wait_seconds)
+        is_refused = bool(jobs) and self._model.weights_changed()
+        for job in jobs:
+            chunk = self._store.chunk_tokens
+            keys = chunk_keys(self._namespace, job.token_ids, chunk)
+            for key in keys[job.first_chunk :]:
+                if is_refused:
+                    self._count("weights_changed")
+                    continue
+                start = key.index * chunk
+                slots = torch.tensor(
+                    slots_of(job.block_ids, self._model.block_tokens, start, start + chunk)
+                )
+                self._save_chunk(key, slots, deadline)
+
+    def _save_chunk(self, key: ChunkKey, slots: Tensor, deadline: float) -> None:
+        hidden: dict[int, Tensor] = {}
+        for layer in self._hidden_layers:
+            captured = self._model.read_hidden(layer, slots)
+            if captured is None:  # never KV without its E: a receiver would wait for it in vain
+                self._count("without_hidden")
+                return
+            hidden[layer] = captured
+        if not self.puts.allows():
+            self._count("resting")
+            return
+        if not self._room.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            self._ended(is_saved=False)
+            return
+        pairs = [self._model.read_kv(layer, slots) for layer in range(self._model.num_layers)]
+        self._pool.submit(self._put, key, pairs, hidden).add_done_callback(self._leave)
+
+    def _put(
+        self, key: ChunkKey, pairs: list[tuple[Tensor, Tensor]], hidden: dict[int, Tensor]
+    ) -> bool:
+        # E first: what is looked up last, a receiver finds only when all is there. Nothing behind
+        # a failure: no plan could use it, and a store that is down takes its time to say so.
+        return all(
+            self._store.put_hidden(key, layer, each) for layer, each in hidden.items()
+        ) and all(
+            self._store.put_kv(key, layer, keys, values)
+            for layer, (keys, values) in enumerate(pairs)
+        )
+
+    def _leave(self, future: Future[bool]) -> None:
+        self._room.release()
+        is_ended = not future.cancelled() and future.exception() is None
+        self._ended(is_saved=is_ended and future.result())
+
+    def _ended(self, is_saved: bool) -> None:
+        if is_saved:
+            self.puts.succeeded()
+        else:
+            self.puts.failed()
+        self._count("stored" if is_saved else "failed")
+
+    def _count(self, end: ChunkEnd) -> None:
+        with self._counting:
+            self._counts[end] += 1
+
+    def counts(self) -> dict[ChunkEnd, int]:
+        """Chunks so far, by what came of them."""
+        with self._counting:
+            return {end: self._counts[end] for end in CHUNK_ENDS}
+
+    def new_counts(self) -> dict[ChunkEnd, int]:
+        """Chunks since this was last asked, by what came of them."""
+        counts = self.counts()
+        new = {end: count - self._told[end] for end, count in counts.items()}
+        self._told = Counter(counts)
+        return new
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all that was handed over can be read by others; False if it takes longer."""
+        deadline = deadline_in(seconds)
+        try:
+            self._pool.submit(lambda: None).result(timeout=seconds)
+        except (TimeoutError, RuntimeError):
+            return False
+        return self._store.flush(deadline)
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Finish what was handed over if that takes no longer than this, then let go."""
+        self.flush(seconds)
+        self._pool.shutdown(wait=False, cancel_futures=True)

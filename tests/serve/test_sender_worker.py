@@ -1,0 +1,116 @@
+"""What of a sender's chunks reaches the store, and what a store that fails costs the engine."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from serve.fake_engine import FakePagedModel
+from tiny import NUM_LAYERS, VOCAB_SIZE, tiny_model
+from torch import Tensor
+
+from droidkv.serve.breaker import MOST_FAILURES, REST_SECONDS, Breaker
+from droidkv.serve.connector_plan import SaveJob
+from droidkv.serve.objects import ObjectName
+from droidkv.serve.sender_worker import CHUNK_ENDS, SenderWorker
+from droidkv.serve.store import MemoryStore
+
+CHUNK, BLOCK = 8, 4
+NAMESPACE = "a" * 64
+TOKENS = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+BLOCKS = (7, 2, 9, 0, 11, 5, 3, 8, 1, 4)
+SENDER = tiny_model(seed=1)
+
+
+def test_kv_is_never_stored_without_its_e() -> None:
+    sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
+    sender.hidden[2] = torch.full((64, sender.hidden_size), torch.nan)
+    store = MemoryStore(CHUNK)
+    worker = SenderWorker(sender, store, NAMESPACE, [2])
+    worker.save([SaveJob("s", tuple(TOKENS[:16]), 0, BLOCKS)])
+    worker.close()
+    assert worker.counts()["without_hidden"] == 2
+    assert store.stats().puts == 0
+
+
+def test_a_store_that_refuses_does_not_stop_the_sender() -> None:
+    class Full(MemoryStore):
+        def _write(self, name: ObjectName, buffer: Tensor) -> None:
+            raise OSError("no space left")
+
+    sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
+    worker = SenderWorker(sender, Full(CHUNK), NAMESPACE, [])
+    worker.save([SaveJob("s", tuple(TOKENS[:16]), 0, BLOCKS)])
+    worker.flush(10)
+    worker.close()
+    assert worker.counts()["failed"] == 2
+
+
+def test_a_store_that_hangs_costs_the_sender_its_chunks_and_no_more() -> None:
+    release, written = threading.Event(), list[ObjectName]()
+
+    class Hanging(MemoryStore):
+        def _write(self, name: ObjectName, buffer: Tensor) -> None:
+            release.wait(60)
+            written.append(name)
+            if name.key.index == 1:
+                raise OSError("no space left")
+
+    sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
+    worker = SenderWorker(sender, Hanging(CHUNK), NAMESPACE, [], most_pending=2, wait_seconds=0.01)
+    worker.save([SaveJob("s", tuple(TOKENS[:32]), 0, BLOCKS)])  # returns although nothing leaves
+    assert worker.counts()["failed"] == 2
+    release.set()
+    assert worker.flush(10)
+    assert (worker.counts()["stored"], worker.counts()["failed"]) == (1, 3)
+    # The second chunk was given up at its first failure.
+    assert [name.key.index for name in written] == [0] * NUM_LAYERS + [1]
+    worker.save([SaveJob("t", tuple(TOKENS[:8]), 0, BLOCKS)])  # there is room again
+    worker.close()
+    assert (worker.counts()["stored"], worker.counts()["failed"]) == (2, 3)
+
+
+def test_a_store_that_fails_again_and_again_is_not_asked_for_a_while() -> None:
+    asked, is_down, now = list[ObjectName](), True, 1000.0
+
+    class Down(MemoryStore):
+        def _write(self, name: ObjectName, buffer: Tensor) -> None:
+            asked.append(name)
+            if is_down:
+                raise ConnectionError("gone")
+
+    def save(num_chunks: int) -> None:
+        worker.save([SaveJob("s", tuple(TOKENS[: num_chunks * CHUNK]), 0, BLOCKS)])
+        assert worker.flush(10)
+
+    sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
+    worker = SenderWorker(sender, Down(CHUNK), NAMESPACE, [])
+    worker.puts = Breaker(clock=lambda: now)
+    for _ in range(MOST_FAILURES):
+        save(1)
+    assert len(asked) == MOST_FAILURES
+    save(4)
+    assert len(asked) == MOST_FAILURES
+    assert worker.new_counts() == dict.fromkeys(CHUNK_ENDS, 0) | {"failed": 3, "resting": 4}
+    assert worker.puts.new_rests() == 1
+    is_down = False
+    now += REST_SECONDS
+    save(1)  # the one that tries
+    save(4)
+    assert worker.new_counts() == dict.fromkeys(CHUNK_ENDS, 0) | {"stored": 5}
+    assert worker.counts()["stored"] == 5
+    worker.close()
+
+
+def test_nothing_of_a_model_that_was_updated_is_stored() -> None:
+    sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
+    store = MemoryStore(CHUNK)
+    worker = SenderWorker(sender, store, NAMESPACE, [])
+    worker.save([SaveJob("s", tuple(TOKENS[:16]), 0, BLOCKS)])
+    assert worker.flush(10)
+    puts = store.stats().puts
+    sender.is_updated = True
+    worker.save([SaveJob("s", tuple(TOKENS[:32]), 2, BLOCKS)])
+    worker.close()
+    assert (worker.counts()["stored"], worker.counts()["weights_changed"]) == (2, 2)
+    assert store.stats().puts == puts == 2 * NUM_LAYERS
