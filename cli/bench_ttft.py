@@ -127,16 +127,18 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
     rows = []
     for length in result["lengths"]:
         rows.append(_row(length, "full prefill", "", length["full_seconds"], 1.0))
+        local = length["local"]
+        rows.append(_row(length, "vLLM's own cache", "", local["seconds"], local["ratio"]))
         for plan in length["plans"]:
             layers = str(plan["layers"])
             rows.append(_row(length, plan["plan"], layers, plan["seconds"], plan["ratio"]))
     header = ("prefix", "plan", "layers", "first token", "less")
     yield from table(header, rows, "><")
-    for length in result["lengths"]:
+    for overhead in result["overheads"]:
         yield (
-            f"{length['prefix_tokens']} tokens: a request that matches nothing takes "
-            f"{length['no_match']['overhead_percent_of_pairs']:+.1f} %, storing costs the sender "
-            f"{length['sender']['overhead_percent_of_pairs']:+.1f} %"
+            f"{overhead['prefix_tokens']} tokens, {overhead['num_pairs']} pairs: a request that "
+            f"matches nothing takes {_percent(overhead['no_match'])}, storing costs the sender "
+            f"{_percent(overhead['sender'])}"
         )
     if "link" not in result:
         return
@@ -169,3 +171,10 @@ def _row(
     length: Mapping[str, Any], plan: str, layers: str, seconds: float, ratio: float
 ) -> tuple[str, ...]:
     return (str(length["prefix_tokens"]), plan, layers, f"{seconds:.3f} s", f"{ratio:.2f}x")
+
+
+def _percent(overhead: Mapping[str, float]) -> str:
+    return (
+        f"{overhead['overhead_percent']:+.1f} % [{overhead['overhead_percent_low']:+.1f}, "
+        f"{overhead['overhead_percent_high']:+.1f}]"
+    )

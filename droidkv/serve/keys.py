@@ -14,7 +14,7 @@ from droidkv.errors import PlanError
 from droidkv.identity import Fingerprint
 
 # Version of names and objects. Another version never meets this one.
-STORE_FORMAT_VERSION = 1
+STORE_FORMAT_VERSION = 2
 
 _NAMESPACE_LABEL = b"droidkv namespace\0"
 _CHUNK_LABEL = b"droidkv chunk\0"

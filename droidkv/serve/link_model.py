@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from statistics import median
 
@@ -34,11 +35,14 @@ def calibration_of_runs(
     listed = list(runs)
     recompute, last, suffix, load = ([] for _ in range(4))  # type: ignore[var-annotated]
     for _, record in listed:
+        # A layer is recomputed in pieces where its E comes in pieces.
+        by_layer: defaultdict[tuple[str, int | None], float] = defaultdict(float)
         for span in record.report.spans:
-            seconds = span.stop - span.start
-            if span.kind == "recompute":
-                (last if span.layer == plan.group.stop - 1 else recompute).append(seconds)
-            elif span.kind == "suffix":
+            by_layer[span.kind, span.layer] += span.stop - span.start
+        for (kind, index), seconds in by_layer.items():
+            if kind == "recompute":
+                (last if index == plan.group.stop - 1 else recompute).append(seconds)
+            elif kind == "suffix":
                 suffix.append(seconds)
         load.append(record.report.load_seconds)
     n, m = prefix_tokens, suffix_tokens

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
+import xxhash
 from torch import Tensor
 
 from droidkv.errors import DroidKVError
@@ -23,9 +23,9 @@ from droidkv.serve.keys import STORE_FORMAT_VERSION, ChunkKey
 HEADER_BYTES = 256
 _MAGIC = b"droidkv\0"
 # magic, format version, kind, dtype, namespace, chunk index, chunk hash, layer, shape (four
-# numbers), bytes of the tensors, padding. The last four bytes of the header are the checksum.
+# numbers), bytes of the tensors, padding. The last eight bytes of the header are the checksum.
 _FIELDS = struct.Struct("<8sQ8s16s32sQ32sQ4QQ")
-_CHECKSUM = struct.Struct("<I")
+_CHECKSUM = struct.Struct("<Q")
 _CHECKED_BYTES = HEADER_BYTES - _CHECKSUM.size
 
 
@@ -86,7 +86,7 @@ def encode(name: ObjectName, tensors: Sequence[Tensor]) -> Tensor:
         slot.copy_(tensor)
     fields = _FIELDS.pack(*_header(name, tensors[0].dtype, shape), num_bytes)
     fields = fields.ljust(_CHECKED_BYTES, b"\0")
-    header = bytearray(fields + _CHECKSUM.pack(_crc(fields, buffer[HEADER_BYTES:])))
+    header = bytearray(fields + _CHECKSUM.pack(_checksum(fields, buffer[HEADER_BYTES:])))
     buffer[:HEADER_BYTES] = torch.frombuffer(header, dtype=torch.uint8)
     return buffer
 
@@ -115,9 +115,9 @@ def decode(name: ObjectName, buffer: Tensor) -> Tensor:
         raise _miss(MissReason.SHORT, name, f"{num_bytes} bytes of tensors", body.numel())
     body = body[:num_bytes]
     (expected,) = _CHECKSUM.unpack_from(head, _CHECKED_BYTES)
-    checksum = _crc(head[:_CHECKED_BYTES], body)
+    checksum = _checksum(head[:_CHECKED_BYTES], body)
     if checksum != expected:
-        raise _miss(MissReason.CORRUPT, name, f"checksum {expected:08x}", f"{checksum:08x}")
+        raise _miss(MissReason.CORRUPT, name, f"checksum {expected:016x}", f"{checksum:016x}")
     if namespace.hex() != name.key.namespace:
         raise _miss(MissReason.WRONG_NAMESPACE, name, name.key.namespace, namespace.hex())
     found = (_text(kind), layer, index, chunk_hash.hex())
@@ -147,8 +147,10 @@ def _header(name: ObjectName, dtype: torch.dtype, shape: tuple[int, ...]) -> lis
     ]
 
 
-def _crc(header: bytes, body: Tensor) -> int:
-    return zlib.crc32(body.numpy().data, zlib.crc32(header))
+def _checksum(header: bytes, body: Tensor) -> int:
+    checksum = xxhash.xxh3_64(header)
+    checksum.update(body.numpy().data)
+    return checksum.intdigest()
 
 
 def _text(field: bytes) -> str:

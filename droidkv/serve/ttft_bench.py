@@ -6,19 +6,16 @@ ratio is of one run on one machine.
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import Any
+
+import numpy as np
 
 from droidkv.bench.prefill import middle_group
 from droidkv.bench.timing import rounded, run_table
@@ -30,14 +27,13 @@ from droidkv.model_identity import load_config
 from droidkv.pair import Pair
 from droidkv.plan import ReusePlan
 from droidkv.provenance import provenance
+from droidkv.quality import NUM_RESAMPLES, percentile_interval
 from droidkv.run_folder import Progress, no_progress
-from droidkv.servable import servable_folder
 from droidkv.serve.audit import record_from_json
 from droidkv.serve.connector_plan import LOAD_ORDERS, AuditRecord
-from droidkv.serve.launch import transfer_config
 from droidkv.serve.link_model import calibration_of_runs, predicted_seconds
-from droidkv.serve.processes import end_of
-from droidkv.serve.settings import DEFAULT_CHUNK_TOKENS, ServeSettings
+from droidkv.serve.settings import DEFAULT_CHUNK_TOKENS
+from droidkv.serve.ttft_engines import EngineProcess, timed_engines
 
 LENGTHS = (512, 1024, 2048, 4096)
 LINK_TOKENS = 1024
@@ -45,14 +41,7 @@ LINK_TOKENS = 1024
 LINK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # Of 30 layers: none, 5, 10, 15.
 SHARES = (0.0, 1 / 6, 1 / 3, 1 / 2)
-_ENVIRONMENT = {
-    "LMCACHE_TRACK_USAGE": "false",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "TORCHDYNAMO_DISABLE": "1",
-}
+_PAIRS_PER_REPEAT = 4
 _FIRST_TOKEN_ID = 3
 
 
@@ -87,80 +76,6 @@ class TtftSettings:
     seed: int = 0
 
 
-class EngineProcess:
-    """A `droidkv.serve.vllm_timed` of ours.
-
-    Args:
-        name: Of its log.
-        setup: What it is to be.
-        folder: For its log.
-    """
-
-    def __init__(self, name: str, setup: Mapping[str, Any], folder: Path) -> None:
-        self.name = name
-        self._log = folder / f"{name}.log"
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "droidkv.serve.vllm_timed"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**_threads(), **os.environ, **_ENVIRONMENT},
-                text=True,
-            )
-        try:
-            self._send(setup)
-            self.num_threads: int = self.read()["threads"]
-        except BaseException:
-            self.stop()
-            raise
-
-    def read(self) -> dict[str, Any]:
-        """Its next answer.
-
-        Raises:
-            ServeError: It ended; with the end of its log.
-        """
-        line = _pipe(self._process.stdout).readline()
-        if not line:
-            raise ServeError(
-                f"expected the engine {self.name!r} to answer, but it ended; {end_of(self._log)}"
-            )
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def generate(
-        self,
-        prompt: Sequence[int],
-        salt: str,
-        ask: Mapping[str, Any] | None = None,
-        bandwidth: float | None = None,
-    ) -> dict[str, Any]:
-        """One token behind a prompt, timed; see `droidkv.serve.vllm_timed.TimedEngine.answer`."""
-        command = {"do": "generate", "prompt": list(prompt), "salt": salt, "ask": ask}
-        self._send({**command, "bandwidth": bandwidth})
-        return self.read()
-
-    def flush(self) -> None:
-        """Wait until all that it stored can be read."""
-        self._send({"do": "flush"})
-        self.read()
-
-    def stop(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            _pipe(pipe).close()
-
-    def _send(self, value: Mapping[str, Any]) -> None:
-        try:
-            _pipe(self._process.stdin).write(json.dumps(value) + "\n")
-            _pipe(self._process.stdin).flush()
-        except BrokenPipeError:
-            self.read()  # says why
-
-
 def bench_ttft(
     pair: Pair,
     settings: TtftSettings,
@@ -185,7 +100,15 @@ def bench_ttft(
     plans = _plans(settings, shape.num_layers)
     _check_lengths(settings)
     settings.folder.mkdir(parents=True, exist_ok=True)
-    with _engines(pair, settings, plans) as engines:
+    with timed_engines(
+        pair,
+        settings.folder,
+        settings.dtype,
+        settings.store or f"fs://{settings.folder.absolute() / 'store'}?cpu_gib=2",
+        settings.chunk_tokens,
+        max((*settings.lengths, settings.link_tokens)) + settings.suffix_tokens + 16,
+        sorted({plan.transition for plan in plans if plan.transition is not None}),
+    ) as engines:
         bench = _Bench(settings, shape, engines, on_progress)
         result: dict[str, Any] = {
             "pair": pair.name,
@@ -195,6 +118,7 @@ def bench_ttft(
             "num_repeats": settings.repeats,
             "threads": engines["plain"].num_threads,
             "lengths": [bench.length(n, plans) for n in settings.lengths],
+            "overheads": [bench.overheads(n, plans[-1]) for n in sorted(settings.lengths)[:2]],
         }
         if settings.link_tokens:
             result["link"] = bench.link(settings.link_tokens, plans)
@@ -222,53 +146,71 @@ class _Bench:
         self._on_progress = on_progress
 
     def length(self, num_tokens: int, plans: Sequence[ReusePlan]) -> dict[str, Any]:
-        """Full prefill, each plan, a request that matches nothing, and the sender's prefill."""
+        """Full prefill, each plan, and what vLLM takes where its own cache holds the prefix."""
         prefix, suffix = self._tokens(num_tokens), self._tokens(self._settings.suffix_tokens)
         self._store(prefix)
-        seconds: dict[str, list[float]] = {}
+        kinds = ["full", *map(str, plans)]
+        seconds: dict[str, list[float]] = {kind: [] for kind in ("local", *kinds)}
         for repeat in range(self._settings.repeats + 1):
             # Of each kind one, in a random order, so that no kind always follows the same one.
-            fresh = self._tokens(num_tokens) + suffix
-            asked: dict[str, tuple[str, list[int], dict[str, str] | None]] = {
-                "full": ("plain", prefix + suffix, None),
-                "no_match": ("receiver", fresh, {"plan": str(plans[-1])}),
-                "no_match_plain": ("plain", fresh, None),
-                "sender": ("sender", fresh, None),
-                "sender_plain": ("base", fresh, None),
-            }
-            asked |= {
-                str(plan): ("receiver", prefix + suffix, {"plan": str(plan)}) for plan in plans
-            }
-            taken = {}
-            for kind in self._random.sample(sorted(asked), len(asked)):
-                engine, prompt, ask = asked[kind]
-                if engine == "receiver" and kind != "no_match":
-                    taken[kind] = self._reuse(prompt, num_tokens, ask)[0]
+            for kind in self._random.sample(kinds, len(kinds)):
+                if kind == "full":
+                    salt = next(self._salts)
+                    taken = {
+                        "full": self._ask("plain", prefix + suffix, salt=salt),
+                        "local": self._ask("plain", prefix + suffix[::-1], salt=salt),
+                    }
                 else:
-                    taken[kind] = self._ask(engine, prompt, ask)
-                if engine == "sender":  # what it still writes must not slow down the next one
-                    self._engines["sender"].flush()
-            if repeat:  # the first one warms up
-                for kind, value in taken.items():
-                    seconds.setdefault(kind, []).append(value)
+                    taken = {kind: self._reuse(prefix + suffix, num_tokens, {"plan": kind})[0]}
+                for each, value in taken.items():
+                    seconds[each] += [value] if repeat else []  # the first one warms up
             self._step(f"{num_tokens} tokens", repeat)
-        middle = {kind: median(values) for kind, values in seconds.items()}
+        full = median(seconds["full"])
         return {
             "prefix_tokens": num_tokens,
-            "full_seconds": rounded(middle["full"]),
+            "full_seconds": rounded(full),
             "full_seconds_all": [rounded(each) for each in seconds["full"]],
+            "local": _against(full, seconds["local"]),
             "plans": [
                 {
                     "plan": str(plan),
                     "layers": plan.num_recomputed,
-                    "seconds": rounded(middle[str(plan)]),
-                    "ratio": rounded(middle["full"] / middle[str(plan)]),
-                    "seconds_all": [rounded(each) for each in seconds[str(plan)]],
+                    **_against(full, seconds[str(plan)]),
                 }
                 for plan in plans
             ],
-            "no_match": _overhead(middle, seconds, "no_match"),
-            "sender": _overhead(middle, seconds, "sender"),
+        }
+
+    def overheads(self, num_tokens: int, plan: ReusePlan) -> dict[str, Any]:
+        """What a request that matches nothing, and storing, add to a prefill.
+
+        With the connector and without take turns, each going first every other time.
+        """
+        num_pairs = _PAIRS_PER_REPEAT * self._settings.repeats
+        compared = {
+            "no_match": ("receiver", "plain", {"plan": str(plan)}),
+            "sender": ("sender", "base", None),
+        }
+        seconds: dict[str, list[float]] = {
+            name: [] for pair in compared.values() for name in pair[:2]
+        }
+        for repeat in range(num_pairs + 1):
+            for with_it, without, ask in compared.values():
+                prompt = self._tokens(num_tokens + self._settings.suffix_tokens)
+                turn = [(with_it, ask), (without, None)]
+                for engine, asked in turn if repeat % 2 else reversed(turn):
+                    taken = self._ask(engine, prompt, asked)
+                    seconds[engine] += [taken] if repeat else []
+                    if engine == "sender":  # what it still writes must not slow down the next one
+                        self._engines["sender"].flush()
+            self._on_progress(f"overheads, {num_tokens} tokens", repeat + 1, num_pairs + 1)
+        return {
+            "prefix_tokens": num_tokens,
+            "num_pairs": num_pairs,
+            **{
+                kind: _overhead(seconds[with_it], seconds[without])
+                for kind, (with_it, without, _) in compared.items()
+            },
         }
 
     def link(self, num_tokens: int, plans: Sequence[ReusePlan]) -> dict[str, Any]:
@@ -357,9 +299,13 @@ class _Bench:
         self._engines["sender"].flush()
 
     def _ask(
-        self, engine: str, prompt: Sequence[int], ask: Mapping[str, Any] | None = None
+        self,
+        engine: str,
+        prompt: Sequence[int],
+        ask: Mapping[str, Any] | None = None,
+        salt: str | None = None,
     ) -> float:
-        answer = self._engines[engine].generate(prompt, next(self._salts), ask)
+        answer = self._engines[engine].generate(prompt, salt or next(self._salts), ask)
         seconds: float = answer["seconds"]
         return seconds
 
@@ -389,77 +335,6 @@ class _Bench:
         self._on_progress(f"ttft, {stage}", repeat + 1, self._settings.repeats + 1)
 
 
-@contextmanager
-def _engines(
-    pair: Pair, settings: TtftSettings, plans: Iterable[ReusePlan]
-) -> Iterator[dict[str, EngineProcess]]:
-    """Receiver and sender, each with the connector and without; started one after the other."""
-    folders = {
-        "receiver": servable_folder(pair.receiver, settings.dtype).absolute(),
-        "sender": servable_folder(pair.sender, settings.dtype).absolute(),
-    }
-    audit = settings.folder.absolute() / "audit.jsonl"
-    audit.unlink(missing_ok=True)
-    store = settings.store or f"fs://{settings.folder.absolute() / 'store'}?cpu_gib=2"
-    roles = {
-        "sender": ServeSettings(
-            role="sender",
-            store=store,
-            chunk_tokens=settings.chunk_tokens,
-            hidden_layers=tuple(sorted({p.transition for p in plans if p.transition is not None})),
-        ),
-        "receiver": ServeSettings(
-            role="receiver",
-            store=store,
-            chunk_tokens=settings.chunk_tokens,
-            sender=str(folders["sender"]),
-            allow_unprofiled=True,
-            tokens_per_step=1 << 20,
-            load_seconds=600.0,
-            lookup_seconds=60.0,
-            audit=str(audit),
-            timeline=True,
-        ),
-    }
-    most_tokens = max((*settings.lengths, settings.link_tokens)) + settings.suffix_tokens + 16
-    transfers: dict[str, tuple[str, dict[str, Any] | None]] = {
-        "plain": ("receiver", None),
-        "receiver": ("receiver", _whole_config(roles["receiver"])),
-        "base": ("sender", None),
-        "sender": ("sender", _whole_config(roles["sender"])),
-    }
-    with ExitStack() as running:
-        engines = {}
-        for name, (model, transfer) in transfers.items():
-            setup = {
-                "folder": str(folders[model]),
-                "dtype": settings.dtype,
-                "max_tokens": most_tokens,
-                "transfer": transfer,
-            }
-            engines[name] = EngineProcess(name, setup, settings.folder)
-            running.callback(engines[name].stop)
-        if len({engine.num_threads for engine in engines.values()}) > 1:
-            counts = {name: engine.num_threads for name, engine in engines.items()}
-            raise ServeError(
-                f"expected all engines to compute with as many threads, got {counts}; set "
-                "OMP_NUM_THREADS"
-            )
-        yield engines
-
-
-def _threads() -> dict[str, str]:
-    """vLLM may leave a process without a connector at one thread unless told otherwise."""
-    return {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-
-
-def _whole_config(settings: ServeSettings) -> dict[str, Any]:
-    """With what the engine's process reads itself, whether or not it is as by default."""
-    config = transfer_config(settings)
-    table = {**config["kv_connector_extra_config"], "chunk_tokens": settings.chunk_tokens}
-    return {**config, "kv_connector_extra_config": table}
-
-
 def _plans(settings: TtftSettings, num_layers: int) -> list[ReusePlan]:
     counts = sorted(set(settings.layers or (round(share * num_layers) for share in SHARES)))
     if not counts or counts[0] < 0 or counts[-1] >= num_layers:
@@ -485,16 +360,26 @@ def _check_lengths(settings: TtftSettings) -> None:
         )
 
 
-def _overhead(
-    middle: Mapping[str, float], seconds: Mapping[str, Sequence[float]], kind: str
-) -> dict[str, Any]:
-    plain = f"{kind}_plain"
-    pairs = [mine / own for mine, own in zip(seconds[kind], seconds[plain], strict=True)]
+def _against(full: float, seconds: Sequence[float]) -> dict[str, Any]:
+    taken = median(seconds)
     return {
-        "seconds": rounded(middle[kind]),
-        "plain_seconds": rounded(middle[plain]),
-        "overhead_percent": round(100 * (middle[kind] / middle[plain] - 1), 2),
-        "overhead_percent_of_pairs": round(100 * (median(pairs) - 1), 2),
+        "seconds": rounded(taken),
+        "ratio": rounded(full / taken),
+        "seconds_all": [rounded(each) for each in seconds],
+    }
+
+
+def _overhead(with_it: Sequence[float], without: Sequence[float]) -> dict[str, Any]:
+    """Median of the pairs' ratios, with its 95 % bootstrap interval."""
+    percent = 100 * (np.array(with_it) / np.array(without) - 1)
+    drawn = np.random.default_rng(0).choice(percent, (NUM_RESAMPLES, len(percent)))
+    interval = percentile_interval(np.median(drawn, axis=1))
+    return {
+        "seconds": rounded(median(with_it)),
+        "plain_seconds": rounded(median(without)),
+        "overhead_percent": round(float(np.median(percent)), 2),
+        "overhead_percent_low": round(interval.low, 2),
+        "overhead_percent_high": round(interval.high, 2),
     }
 
 
@@ -504,8 +389,3 @@ def _seconds_of(rows: Sequence[Mapping[str, Any]], factor: float, order: str) ->
             seconds: float = row["seconds"]
             return seconds
     raise KeyError((factor, order))
-
-
-def _pipe(pipe: IO[str] | None) -> IO[str]:
-    assert pipe is not None
-    return pipe

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -31,6 +32,7 @@ from droidkv.stitch import StitchMap
 
 _LOAD_THREADS = 4
 _POLL_SECONDS = 0.001
+_GATHERING_SECONDS = 0.01
 
 
 class PagedModel(Protocol):
@@ -150,10 +152,13 @@ class Load:
         self._stitch = stitch
         self._pieces = chunk_pieces(job.start, job.stop, store.chunk_tokens)
         slots = slots_of(job.block_ids, model.block_tokens, job.start, job.stop)
-        self._slots = torch.tensor(slots, dtype=torch.long)
+        self._slots = torch.tensor(slots, dtype=torch.long).split(
+            [stop - start for start, stop in (piece.inside for piece in self._pieces)]
+        )
         group = job.plan.group
         self._reused = [layer for layer in range(model.num_layers) if layer not in group]
-        self._entered = threading.Event()
+        self._arrived = threading.Condition()
+        self._num_entered = 0
         self._written = {layer: threading.Event() for layer in self._reused}
         self._done = threading.Event()
         self._hidden: Tensor | None = None
@@ -170,17 +175,19 @@ class Load:
         began = time.monotonic()
         try:
             if self.job.plan.transition is not None:
-                self._hidden = self._fetch_hidden(self.job.plan.transition)
-            self._entered.set()
+                self._fetch_hidden(self.job.plan.transition)
+            else:
+                self._enter(self.job.stop - self.job.start)
             if self._order == "all_first":
                 for layer in self.job.plan.group.layers:
                     self._fetch_kv(layer)
             for layer in self._reused:
-                keys, values = self._fetch_kv(layer)
+                pairs = self._fetch_kv(layer)
                 with self._writing:
                     if self._stopped:
                         return
-                    self._model.write_kv(layer, self._slots, keys, values)
+                    for slots, (keys, values) in zip(self._slots, pairs, strict=True):
+                        self._model.write_kv(layer, slots, keys, values)
                 self._written[layer].set()
         except PlanFailed as failure:
             self.fail(failure.reason)
@@ -191,7 +198,7 @@ class Load:
         finally:
             self.report.load_seconds = time.monotonic() - began
             self._done.set()
-            self._entered.set()
+            self._enter(0)
             for event in self._written.values():
                 event.set()
 
@@ -208,17 +215,23 @@ class Load:
         """Recompute the whole group, waiting for what it needs first."""
         if not self.job.plan.group or self.failed:
             return
-        self._wait(self._entered if self._order == "streamed" else self._done)
         while not self.failed and self._next_token < self.job.stop:
+            if self._order == "streamed":
+                self._wait(partial(self._has_entered, self._next_token + 1))
+                # One piece is faster than two: what is nearly there is waited for.
+                self._has_entered(self.job.stop, _GATHERING_SECONDS)
+            else:
+                self._wait(self._done.wait)
             self.recompute_some(self.job.stop)
 
     def recompute_some(self, most_tokens: int) -> int:
         """Recompute up to so many of the next tokens if their E is there; returns their number."""
         job = self.job
-        ready = self._entered if self._order == "streamed" else self._done
-        if not job.plan.group or self.failed or not ready.is_set():
+        if not job.plan.group or self.failed:
             return 0
-        stop = min(self._next_token + most_tokens, job.stop)
+        is_ready = self._order == "streamed" or self._done.is_set()
+        num_ready = self._num_entered if is_ready else 0
+        stop = min(self._next_token + most_tokens, job.start + num_ready)
         if stop <= self._next_token:
             return 0
         began = time.monotonic()
@@ -248,14 +261,14 @@ class Load:
         self.timeline.end()
         event = self._written.get(layer)
         if event is not None and not self.failed:
-            self._wait(event, layer)
+            self._wait(event.wait, layer)
         self.timeline.begin("suffix", layer)
 
     def wait_until_done(self) -> None:
         """Return once nothing is left to load, or the load has failed."""
         self.timeline.end()
         if not self.failed:
-            self._wait(self._done)
+            self._wait(self._done.wait)
 
     @property
     def is_complete(self) -> bool:
@@ -265,11 +278,11 @@ class Load:
         recomputed = not self.job.plan.group or self._next_token == self.job.stop
         return self.failed or (self._done.is_set() and recomputed)
 
-    def _wait(self, event: threading.Event, layer: int | None = None) -> None:
-        if event.is_set():
+    def _wait(self, wait: Callable[[float], bool], layer: int | None = None) -> None:
+        if wait(0.0):
             return
         began, start = time.monotonic(), time.time()
-        if not event.wait(max(self._deadline - began, 0.0)):
+        if not wait(max(self._deadline - began, 0.0)):
             self.fail(Fallback.LOAD_TIMEOUT)
         self.report.wait_seconds += time.monotonic() - began
         self.timeline.add("wait", layer, start)
@@ -286,18 +299,38 @@ class Load:
             raise PlanFailed(Fallback.NO_STITCH)
         return self._stitch.apply(plan.transition, hidden)
 
-    def _fetch_hidden(self, layer: int) -> Tensor:
-        start = time.time()
-        keys = [self._keys[piece.chunk] for piece in self._pieces]
-        chunks = self._store.get_hidden_chunks(keys, layer, self._deadline)
-        self._check(chunks, (self._store.chunk_tokens, self._model.hidden_size))
-        self.timeline.add("load", layer, start)
-        parts = [
-            chunk[slice(*piece.inside)] for chunk, piece in zip(chunks, self._pieces, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def _fetch_hidden(self, layer: int) -> None:
+        # The first chunk by itself: recomputing it hides the way of the others.
+        for pieces in (self._pieces[:1], self._pieces[1:]):
+            if not pieces:
+                return
+            start = time.time()
+            keys = [self._keys[piece.chunk] for piece in pieces]
+            chunks = self._store.get_hidden_chunks(keys, layer, self._deadline)
+            self._check(chunks, (self._store.chunk_tokens, self._model.hidden_size))
+            self.timeline.add("load", layer, start)
+            parts = [] if self._hidden is None else [self._hidden]
+            parts += [
+                chunk[slice(*piece.inside)] for chunk, piece in zip(chunks, pieces, strict=True)
+            ]
+            self._hidden = torch.cat(parts)
+            self._enter(len(self._hidden) - self._num_entered)
 
-    def _fetch_kv(self, layer: int) -> tuple[Tensor, Tensor]:
+    def _enter(self, num_tokens: int) -> None:
+        """So many more tokens may be recomputed; 0 = no more will come."""
+        with self._arrived:
+            self._num_entered += num_tokens
+            self._arrived.notify_all()
+
+    def _has_entered(self, stop: int, seconds: float) -> bool:
+        """Whether the tokens before `stop` may be recomputed, or nothing more will come."""
+        with self._arrived:
+            return self._arrived.wait_for(
+                lambda: self.job.start + self._num_entered >= stop or self._done.is_set(), seconds
+            )
+
+    def _fetch_kv(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each piece, `[num_kv_heads, num_tokens, head_dim]`."""
         start = time.time()
         keys = [self._keys[piece.chunk] for piece in self._pieces]
         pairs = self._store.get_kv_chunks(keys, layer, self._deadline)
@@ -305,14 +338,10 @@ class Load:
         shape = (num_heads, self._store.chunk_tokens, head_dim)
         self._check([tensor for pair in pairs for tensor in pair], shape)
         self.timeline.add("load", layer, start)
-        both = [
-            [
-                pair[which][:, slice(*piece.inside)]
-                for pair, piece in zip(pairs, self._pieces, strict=True)
-            ]
-            for which in (0, 1)
+        return [
+            (each[:, slice(*piece.inside)], other[:, slice(*piece.inside)])
+            for (each, other), piece in zip(pairs, self._pieces, strict=True)
         ]
-        return torch.cat(both[0], dim=1), torch.cat(both[1], dim=1)
 
     def _check(self, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> None:
         for tensor in tensors:

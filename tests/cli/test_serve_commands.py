@@ -147,17 +147,23 @@ def test_stats_count_and_trace(audit: Path, tmp_path: Path) -> None:
 def test_a_benchmark_is_shown_and_drawn_from_its_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     row = {"load_seconds": 1.0, "seconds": 1.2, "predicted_seconds": 1.1, "over_bound": 1.2}
-    overhead = {"overhead_percent_of_pairs": 1.0}
+    overhead = {
+        "overhead_percent": 1.0,
+        "overhead_percent_low": -0.5,
+        "overhead_percent_high": 2.5,
+    }
     result = {
         "pair": "tiny",
         "lengths": [
             {
                 "prefix_tokens": 512,
                 "full_seconds": 2.0,
+                "local": {"seconds": 0.25, "ratio": 8.0},
                 "plans": [{"plan": "[0,0)", "layers": 0, "seconds": 0.5, "ratio": 4.0}],
-                "no_match": overhead,
-                "sender": overhead,
             }
+        ],
+        "overheads": [
+            {"prefix_tokens": 512, "num_pairs": 20, "no_match": overhead, "sender": overhead}
         ],
         "link": {
             "plan": "[1,3)",
@@ -171,7 +177,12 @@ def test_a_benchmark_is_shown_and_drawn_from_its_file(tmp_path: Path) -> None:
     source = tmp_path / "ttft.json"
     source.write_text(json.dumps(result))
     shown = run("bench", "ttft", "--from", source, "--plot", tmp_path / "link.png").stdout
-    assert "4.00x" in shown and "+1.0 %" in shown and "2.0 % median error" in shown
+    assert (
+        "4.00x" in shown
+        and "8.00x" in shown
+        and "+1.0 % [-0.5, +2.5]" in shown
+        and "2.0 % median error" in shown
+    )
     assert (tmp_path / "link.png").read_bytes().startswith(b"\x89PNG")
     source.write_text("{}")
     assert "bench ttft --json" in error_of("bench", "ttft", "--from", source)
