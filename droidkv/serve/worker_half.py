@@ -152,9 +152,8 @@ class Load:
         self._stitch = stitch
         self._pieces = chunk_pieces(job.start, job.stop, store.chunk_tokens)
         slots = slots_of(job.block_ids, model.block_tokens, job.start, job.stop)
-        self._slots = torch.tensor(slots, dtype=torch.long).split(
-            [stop - start for start, stop in (piece.inside for piece in self._pieces)]
-        )
+        lengths = [stop - start for start, stop in (piece.inside for piece in self._pieces)]
+        self._slots = torch.split(torch.tensor(slots, dtype=torch.long), lengths)
         group = job.plan.group
         self._reused = [layer for layer in range(model.num_layers) if layer not in group]
         self._arrived = threading.Condition()
