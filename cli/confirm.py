@@ -10,7 +10,7 @@ from .console import Console
 from .framework import Command
 from .frontier_table import summary
 from .options import choose_objective, command_line, output_file, profile_argument
-from .places import read_named_profile
+from .places import pair_of, read_named_profile
 
 
 @click.command(
@@ -52,7 +52,6 @@ def confirm(
     from droidkv.confirmation import confirmation_path
     from droidkv.frontier import pareto_front
     from droidkv.objectives import measure
-    from droidkv.pair import read_pair
     from droidkv.plan import Operator, ReusePlan
 
     path, profile = read_named_profile(profile_name)
@@ -64,7 +63,7 @@ def confirm(
             plans += [
                 p.plan for p in pareto_front(measure(profile, objective, "layers", None, operators))
             ]
-    pair = read_pair(pair_name or profile.pair)
+    pair = pair_of(profile, pair_name)
     target = output or confirmation_path(path)
 
     console.keeps_run_of(target)

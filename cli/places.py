@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import droidkv
-from droidkv.errors import ProfileError, unknown_name
+from droidkv.errors import PairError, ProfileError, unknown_name
 
 if TYPE_CHECKING:
     from droidkv.confirmation import Evidence
@@ -60,6 +60,22 @@ def read_named_profile(name_or_path: str) -> tuple[Path, Profile]:
 
     path = find_profile(name_or_path)
     return path, read_profile(path)
+
+
+def pair_of(profile: Profile, pair_name: str | None) -> Pair:
+    """The pair that is named, or else the one the profile names.
+
+    Raises:
+        PairError: See `read_pair`; the profile's pair may lie where no name leads to.
+    """
+    from droidkv.pair import read_pair
+
+    if pair_name is not None:
+        return read_pair(pair_name)
+    try:
+        return read_pair(profile.pair)
+    except PairError as error:
+        raise PairError(f"{error}; name the pair's file with --pair") from error
 
 
 def named_evidence(name_or_path: str, unconfirmed: bool) -> tuple[Path, Profile, list[Evidence]]:

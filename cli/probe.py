@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     cls=Command,
     examples="""
     droidkv probe smollm2-records
-    droidkv probe smollm2-records --items 32 --compare profiles/smollm2-tools.probe.json
+    droidkv probe smollm2-needle --items 32 --compare profiles/smollm2-records.probe.json
     """,
 )
 @pair_argument

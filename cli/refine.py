@@ -10,7 +10,7 @@ from .console import Console
 from .framework import Command
 from .frontier_table import summary
 from .options import command_line, output_file, profile_argument
-from .places import read_named_profile
+from .places import pair_of, read_named_profile
 
 
 @click.command(
@@ -62,13 +62,12 @@ def refine(
     old ones stay as they are. Whoever picks from the profile looks there too.
     """
     from droidkv.confirmation import refined_path
-    from droidkv.pair import read_pair
     from droidkv.plan import ReusePlan
 
     path, profile = read_named_profile(profile_name)
     groups = [ReusePlan.parse(text, profile.num_layers).group for text in plan_texts]
     plans = [ReusePlan.of(group.start, group.stop, "stitch") for group in groups]
-    pair = read_pair(pair_name or profile.pair)
+    pair = pair_of(profile, pair_name)
     target = output or refined_path(path)
 
     console.keeps_run_of(target)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,6 +11,7 @@ from droidkv.capture import capture
 from droidkv.evaluate import TokenItem
 from droidkv.models import DecoderModel
 from droidkv.plan import Operator, ReusePlan
+from droidkv.profile_job import Job
 
 _WARM_UP_TOKENS = 16
 
@@ -25,6 +26,28 @@ def prefill_seconds(model: DecoderModel, prefix_ids: Sequence[int] | torch.Tenso
     prefix = torch.as_tensor(prefix_ids)[None]
     capture(model, prefix[:, :_WARM_UP_TOKENS])
     return timed(model.device, capture, model, prefix)[1].seconds
+
+
+def estimate_items(
+    job: Job,
+    missing: Sequence[int],
+    prefills: Callable[[TokenItem], float],
+    on_estimate: Callable[[float], None] | None,
+) -> None:
+    """Tell how long the missing items of a run will take, by the first of them.
+
+    Args:
+        job: The run.
+        missing: Items that are not finished; with none there is nothing to tell.
+        prefills: Work of an item, in prefills of it.
+        on_estimate: Told the seconds; None = nobody asks.
+    """
+    if on_estimate is None or not missing:
+        return
+    item = job.first_answer(missing[0])
+    on_estimate(
+        len(missing) * prefills(item) * prefill_seconds(job.receiver.model, item.prefix_ids)
+    )
 
 
 def layer_tokens(

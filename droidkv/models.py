@@ -6,8 +6,8 @@ copied: a layer is called as its model would call it, with masks made from token
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,6 +54,17 @@ class Step:
     positions: Tensor
     rope: Mapping[str, tuple[Tensor, Tensor]]
     masks: Mapping[int | None, Tensor | None]
+
+
+@contextmanager
+def keeping_requires_grad(model: nn.Module) -> Iterator[None]:
+    """Afterwards the weights that the model has now ask for gradients as they do now."""
+    before = [(weight, weight.requires_grad) for weight in model.parameters()]
+    try:
+        yield
+    finally:
+        for weight, required in before:
+            weight.requires_grad_(required)
 
 
 class _Stored(Exception):

@@ -17,7 +17,7 @@ import torch
 
 from droidkv.cache import CapturedCache
 from droidkv.capture import capture
-from droidkv.estimate import prefill_seconds, probe_prefills
+from droidkv.estimate import estimate_items, probe_prefills
 from droidkv.evaluate import TeacherForced, TokenItem, compare
 from droidkv.loading import load_pair
 from droidkv.models import DecoderModel
@@ -150,11 +150,12 @@ def probe_pair(
     same_items = ProfileSettings(operators=("copy",), **vars(settings))
     job = Job(pair, same_items, task, sender, receiver)
     folder = RunFolder(output.with_suffix(".run"), {"kind": "probe", **job.key()})
-    missing = folder.missing("probe", len(job.items))
-    if on_estimate is not None and missing:
-        answer = job.first_answer(missing[0])
-        prefills = probe_prefills(answer, receiver.model.num_layers)
-        on_estimate(len(missing) * prefills * prefill_seconds(receiver.model, answer.prefix_ids))
+    estimate_items(
+        job,
+        folder.missing("probe", len(job.items)),
+        lambda item: probe_prefills(item, receiver.model.num_layers),
+        on_estimate,
+    )
     rows = folder.complete("probe", len(job.items), lambda i: _probe_row(job, i), on_progress)
     probe = Probe(
         pair=pair.name,

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from droidkv.estimate import prefill_seconds, sweep_prefills
+from droidkv.estimate import estimate_items, sweep_prefills
 from droidkv.jsonio import replacing
 from droidkv.loading import load_pair, load_reference
 from droidkv.pair import Pair, TaskRef
 from droidkv.plan import ReusePlan
 from droidkv.profile import Profile, read_profile, write_profile
 from droidkv.profile_job import Job, ProfileSettings, load_map
-from droidkv.refine import RefineSettings, check_refinable, refine_stitch
+from droidkv.refine import RefineItem, RefineSettings, check_refinable, refine_stitch
 from droidkv.run_folder import Progress, RunFolder, no_progress
 from droidkv.stitch import StitchMap, fit_stitch
 from droidkv.tasks import get_task
@@ -56,12 +56,12 @@ def profile_pair(
     reference = load_reference(pair, receiver, settings.dtype, settings.device)
     job = Job(pair, settings, task, sender, receiver, reference)
     folder = RunFolder(output.with_suffix(".run"), job.key())
-    missing = folder.missing("sweep", len(job.items))
-    if on_estimate is not None and missing:
-        answer = job.first_answer(missing[0])
-        prefills = sweep_prefills(answer, job.plans, receiver.model.num_layers)
-        seconds = prefill_seconds(receiver.model, answer.prefix_ids)
-        on_estimate(len(missing) * prefills * seconds)
+    estimate_items(
+        job,
+        folder.missing("sweep", len(job.items)),
+        lambda item: sweep_prefills(item, job.plans, receiver.model.num_layers),
+        on_estimate,
+    )
 
     stitch = get_map(job, folder, on_progress) if job.stitches else None
     swept = folder.complete(
@@ -201,7 +201,7 @@ def get_map(job: Job, folder: RunFolder, on_progress: Progress) -> StitchMap:
         if job.confirmed is not None:
             stitch = load_map(Path(job.settings.confirms or ""), job.confirmed)
             if job.settings.refine:
-                stitch = _refined(job, stitch, on_progress)
+                stitch = _refined(job, folder, stitch, on_progress)
         else:
             total = len(job.calibration)
             done = itertools.count(1)
@@ -220,19 +220,26 @@ def get_map(job: Job, folder: RunFolder, on_progress: Progress) -> StitchMap:
     return StitchMap.load(file)
 
 
-def _refined(job: Job, stitch: StitchMap, on_progress: Progress) -> StitchMap:
-    """The map, trained at the starts of the plans that the settings name."""
+def _refined(job: Job, folder: RunFolder, stitch: StitchMap, on_progress: Progress) -> StitchMap:
+    """The map, trained at the starts of the plans that the settings name; each plan is kept."""
     plans = [ReusePlan.parse(text, job.receiver.model.num_layers) for text in job.settings.refine]
-    starts = [plan.group.start for plan in plans]
-    items = []
-    for done, item in enumerate(job.calibration, start=1):
-        items.append(job.refine_item(item, starts))
-        on_progress("calibration", done, len(job.calibration))
-    return refine_stitch(
-        job.receiver.model,
-        stitch,
-        plans,
-        items,
-        RefineSettings(steps=job.settings.refine_steps, seed=job.settings.seed),
-        on_step=lambda done, total, _: on_progress("refine", done, total),
-    )
+    files = [folder.path / f"refine-{index:05d}.safetensors" for index in range(len(plans))]
+    settings = RefineSettings(steps=job.settings.refine_steps, seed=job.settings.seed)
+    total = len(plans) * settings.steps
+    items: list[RefineItem] = []
+
+    def train(index: int) -> None:
+        for item in job.calibration[len(items) :]:
+            items.append(job.refine_item(item, [plan.group.start for plan in plans]))
+            on_progress("calibration", len(items), len(job.calibration))
+
+        def on_step(done: int, _: float) -> None:
+            on_progress("refine", index * settings.steps + done, total)
+
+        model = job.receiver.model
+        refine_stitch(model, stitch, plans[index], items, settings, on_step).save(files[index])
+
+    folder.complete("refine", len(plans), train)
+    for plan, file in zip(plans, files, strict=True):
+        stitch = stitch.with_start(StitchMap.load(file), plan.group.start)
+    return stitch

@@ -19,7 +19,7 @@ from torch import Tensor
 from droidkv.cache import CapturedCache
 from droidkv.errors import StitchError
 from droidkv.evaluate import TokenItem
-from droidkv.models import DecoderModel
+from droidkv.models import DecoderModel, keeping_requires_grad
 from droidkv.plan import ReusePlan
 from droidkv.prefill import read_suffix, recompute_group
 from droidkv.stitch import StitchMap
@@ -76,53 +76,33 @@ class RefineItem:
 def refine_stitch(
     receiver: DecoderModel,
     stitch: StitchMap,
-    plans: Sequence[ReusePlan],
+    plan: ReusePlan,
     items: Sequence[RefineItem],
     settings: RefineSettings,
-    on_step: Callable[[int, int, float], None] | None = None,
+    on_step: Callable[[int, float], None] | None = None,
 ) -> StitchMap:
-    """Train the map at the starts of some plans, one after the other; other starts stay.
+    """Train the map at the start of a plan; other starts stay.
 
     All items are held in memory, each with the sender's KV of its prefix.
 
     Args:
         receiver: The model that answers; unchanged afterwards.
         stitch: Where the training starts.
-        plans: Stitched plans, of different starts.
+        plan: A stitched plan.
         items: Calibration items, never evaluated ones.
         settings: How long and how.
-        on_step: Told the steps done, the steps in all, and the KL of the step's answers in nats.
+        on_step: Told the steps done and the KL of the step's answers in nats.
 
     Raises:
-        StitchError: No item, a plan that stitches nothing, or two plans of one start.
+        StitchError: No item, or a plan that stitches nothing.
     """
-    check_refinable(plans)
+    check_refinable([plan])
     if not items:
         raise StitchError("expected at least one item to train the map on, got none")
-    down, up, bias = dict(stitch.down), dict(stitch.up), dict(stitch.bias)
-    total = len(plans) * settings.steps
-    required = [(weight, weight.requires_grad) for weight in receiver.model.parameters()]
-    try:
-        for weight, _ in required:
-            weight.requires_grad_(False)
-        for index, plan in enumerate(plans):
-            start = plan.group.start
-            first = (down[start], up[start], bias[start])
-            trained = _train(
-                receiver,
-                plan,
-                first,
-                items,
-                settings,
-                lambda step, kl, done=index * settings.steps: (  # type: ignore[misc]
-                    on_step and on_step(done + step, total, kl)
-                ),
-            )
-            down[start], up[start], bias[start] = trained
-    finally:
-        for weight, before in required:
-            weight.requires_grad_(before)
-    return StitchMap(down, up, bias)
+    with keeping_requires_grad(receiver.model):
+        receiver.model.requires_grad_(False)
+        trained = _train(receiver, plan, stitch, items, settings, on_step)
+    return stitch.with_start(trained, plan.group.start)
 
 
 def check_refinable(plans: Sequence[ReusePlan]) -> None:
@@ -142,14 +122,18 @@ def check_refinable(plans: Sequence[ReusePlan]) -> None:
 def _train(
     receiver: DecoderModel,
     plan: ReusePlan,
-    first: tuple[Tensor, Tensor, Tensor],
+    first: StitchMap,
     items: Sequence[RefineItem],
     settings: RefineSettings,
-    on_step: Callable[[int, float], None],
-) -> tuple[Tensor, Tensor, Tensor]:
+    on_step: Callable[[int, float], None] | None,
+) -> StitchMap:
+    """The map of the plan's start alone."""
     start = plan.group.start
-    parts = [part.to(receiver.device, torch.float32, copy=True).requires_grad_() for part in first]
-    down, up, bias = parts
+    down, up, bias = parts = [
+        part[start].to(receiver.device, torch.float32, copy=True).requires_grad_()
+        for part in (first.down, first.up, first.bias)
+    ]
+    stitch = StitchMap({start: down}, {start: up}, {start: bias})
     optimizer = torch.optim.AdamW(parts, settings.learning_rate, (0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: _rate_share(step, settings.steps)
@@ -159,7 +143,6 @@ def _train(
         optimizer.zero_grad()
         answer_kl = 0.0
         for _ in range(settings.batch_size):
-            stitch = StitchMap({start: down}, {start: up}, {start: bias})
             on_answer, on_suffix = _kl(receiver, plan, stitch, next(order))
             loss = (on_answer + settings.suffix_weight * on_suffix) / settings.batch_size
             loss.backward()  # type: ignore[no-untyped-call]
@@ -167,8 +150,10 @@ def _train(
         torch.nn.utils.clip_grad_norm_(parts, 1.0)
         optimizer.step()
         schedule.step()
-        on_step(step, answer_kl)
-    return down.detach().cpu(), up.detach().cpu(), bias.detach().cpu()
+        if on_step is not None:
+            on_step(step, answer_kl)
+    down, up, bias = (part.detach().cpu() for part in parts)
+    return StitchMap({start: down}, {start: up}, {start: bias})
 
 
 def _rate_share(step: int, steps: int) -> float:

@@ -64,6 +64,14 @@ class StitchMap:
         )
         return hidden + (hidden @ down) @ up + bias
 
+    def with_start(self, other: StitchMap, start: int) -> StitchMap:
+        """This map, but at one start the other one."""
+        return StitchMap(
+            {**self.down, start: other.down[start]},
+            {**self.up, start: other.up[start]},
+            {**self.bias, start: other.bias[start]},
+        )
+
     def to_bytes(self) -> bytes:
         """The map as a safetensors file, the same bytes for the same map."""
         tensors: dict[str, Tensor] = {}

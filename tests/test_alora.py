@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from command_line import error_of, run_json
+from pair_files import write_pair
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -35,22 +36,8 @@ def write_adapter(folder: Path, tokens: list[int]) -> Any:
     return tuned
 
 
-def write_pair(folder: Path, sender: str = BASE) -> Path:
-    path = folder / "mine.toml"
-    path.write_text(
-        f"""
-schema_version = 1
-description = "x"
-tasks = ["records"]
-[sender]
-model = "{sender}"
-[receiver]
-model = "{BASE}"
-adapter = "./adapter"
-""",
-        encoding="utf-8",
-    )
-    return path
+def with_adapter(folder: Path, sender: str = BASE) -> Path:
+    return write_pair(folder / "mine.toml", sender, BASE, "./adapter", '["records"]')
 
 
 def test_the_last_occurrence_counts() -> None:
@@ -83,11 +70,11 @@ def test_pair_check_recognises_it(tmp_path: Path) -> None:
     opening = tokenizer.encode("<|im_start|>assistant", add_special_tokens=False)
     write_adapter(tmp_path / "adapter", opening)
     assert invocation_tokens(tmp_path / "adapter") == tuple(opening)
-    value = run_json("pair", "check", write_pair(tmp_path))
+    value = run_json("pair", "check", with_adapter(tmp_path))
     assert value["passed"]
     assert "0 layers" in value["checks"][-1]["detail"]
     assert "nothing to profile" in error_of("profile", tmp_path / "mine.toml")
-    value = run_json("pair", "check", write_pair(tmp_path, f"{BASE}&noise=0.1"), code=1)
+    value = run_json("pair", "check", with_adapter(tmp_path, f"{BASE}&noise=0.1"), code=1)
     assert "weights" in value["checks"][-1]["detail"]
 
 
@@ -95,7 +82,7 @@ def test_pair_check_refuses_a_prefix_that_reaches_past_it(tmp_path: Path) -> Non
     tokenizer = load_model(ModelRef(BASE)).tokenizer
     opening = tokenizer.encode("<|im_start|>user", add_special_tokens=False)
     write_adapter(tmp_path / "adapter", opening)
-    value = run_json("pair", "check", write_pair(tmp_path), code=1)
+    value = run_json("pair", "check", with_adapter(tmp_path), code=1)
     assert "stand at token 0" in value["checks"][-1]["detail"]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from pair_files import write_pair
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
@@ -29,27 +30,14 @@ NONE, FULL = ReusePlan.of(0, 0), ReusePlan.of(0, 3)
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     folder = tmp_path_factory.mktemp("pairs")
-    path = folder / "small.toml"
-    path.write_text(
-        """
-schema_version = 1
-description = "x"
-tasks = [{ name = "records", num_records = 2 }]
-[sender]
-model = "tiny:llama?layers=3"
-[receiver]
-model = "tiny:llama?layers=3"
-adapter = "./adapters/small"
-[train]
-task = "records"
+    recipe = """task = "records"
 options = { num_records = 2, questions_per_context = 2 }
 steps = 12
 learning_rate = 0.02
 rank = 4
-batch_size = 4
-""",
-        encoding="utf-8",
-    )
+batch_size = 4"""
+    base = "tiny:llama?layers=3"
+    path = write_pair(folder / "small.toml", base, base, "./adapters/small", train=recipe)
     plain = read_pair(path)
     found = {"plain": plain}
     for mode in ("prefillshare", "icarus"):

@@ -115,7 +115,7 @@ def test_an_estimate_counts_what_is_missing_and_costs_no_second_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered: list[str] = []
-    monkeypatch.setattr("droidkv.profiler.prefill_seconds", lambda *_: 1.0)
+    monkeypatch.setattr("droidkv.estimate.prefill_seconds", lambda *_: 1.0)
     answer = droidkv.profile_job.Job._answer
 
     def counted(job: droidkv.profile_job.Job, item: Item) -> object:

@@ -18,7 +18,7 @@ from droidkv.adapter_folder import write_adapter
 from droidkv.content import record_base
 from droidkv.errors import PairError, unknown_name
 from droidkv.loading import LoadedModel
-from droidkv.models import DecoderModel
+from droidkv.models import DecoderModel, keeping_requires_grad
 from droidkv.recipe import Recipe
 from droidkv.training.losses import FrozenBase
 
@@ -44,15 +44,12 @@ class Trainable:
 def trainable(base: LoadedModel, recipe: Recipe) -> Iterator[Trainable]:
     """The model with what the recipe trains; afterwards it is as it was."""
     model: nn.Module = base.model.model
-    required = {name: weight.requires_grad for name, weight in model.named_parameters()}
     transformers.set_seed(recipe.seed)
     method = _full if recipe.method == "full" else _lora
     try:
-        with method(base, recipe) as ready:
+        with keeping_requires_grad(model), method(base, recipe) as ready:
             yield ready
     finally:
-        for name, weight in model.named_parameters():
-            weight.requires_grad_(required[name])
         model.eval()
 
 

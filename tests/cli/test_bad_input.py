@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_line import SMALL, error_of
+from pair_files import write_pair
 
 from droidkv.profile import read_profile
 
@@ -79,9 +80,7 @@ def test_a_damaged_or_hostile_pair(text: str, complaint: str) -> None:
 
 
 def test_two_models_that_share_no_cache_are_refused_before_any_work() -> None:
-    table = 'schema_version = 1\ndescription = "x"\ntasks = ["records"]\n'
-    table += '[sender]\nmodel = "tiny:llama"\n[receiver]\nmodel = "tiny:llama?layers=5"\n'
-    Path("odd.toml").write_text(table)
+    write_pair(Path("odd.toml"), "tiny:llama", "tiny:llama?layers=5")
     message = error_of("profile", "./odd.toml", "-o", "odd.json")
     assert "num_hidden_layers" in message and "4" in message and "5" in message
     assert sorted(path.name for path in Path().iterdir()) == ["odd.toml"]
@@ -98,6 +97,13 @@ def test_a_profile_of_another_pair(profiled: Path) -> None:
     other = changed_fields(profiled, pair="another")
     message = error_of("ask", "tiny", "--profile", other, "--plan", "none")
     assert "'another'" in message and "'tiny'" in message
+
+
+def test_a_profile_whose_pair_has_no_name_here_says_how_to_give_its_file(profiled: Path) -> None:
+    other = changed_fields(profiled, pair="mine")
+    for command in (("confirm", other), ("refine", other, "--plan", "[1,3)")):
+        message = error_of(*command)
+        assert "unknown pair 'mine'" in message and "--pair" in message
 
 
 def test_a_profile_of_changed_weights_names_the_field_and_both_values(profiled: Path) -> None:
@@ -233,15 +239,28 @@ def test_a_full_disk_keeps_what_was_there(smooth: Path) -> None:
     assert result.stdout.split() == ["old"]
 
 
-def test_a_full_disk_amid_a_profile_loses_nothing_finished() -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("profile", "tiny", *SMALL, "--items", 9, "--operator", "copy"),
+        ("confirm", "PROFILE", "--items", 9, "--plan", "[1,3)"),
+        ("probe", "tiny", *SMALL[:2], "--items", 9),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_full_disk_amid_long_work_loses_nothing_finished(
+    profiled: Path, command: tuple[object, ...]
+) -> None:
+    step = "probe" if command[0] == "probe" else "sweep"
     result = on_a_small_disk(
-        '"$@" || echo $? && stat -c "%n %Y" disk/a.run/sweep-*.json > full'
+        f'"$@" || echo $? && stat -c "%n %Y" disk/a.run/{step}-*.json > full'
         " && mount -o remount,size=10m disk"
-        ' && "$@" && ls disk',
-        *("profile", "tiny", *SMALL, "--items", 9, "--operator", "copy", "-o", "disk/a.json", "-q"),
+        ' && "$@" && ls disk/a.json',
+        *(profiled if each == "PROFILE" else each for each in command),
+        *("-o", "disk/a.json", "-q"),
     )
     assert result.returncode == 0, result.stderr
     assert "the disk is full" in result.stderr and "Traceback" not in result.stderr
     assert "nothing is lost" in result.stderr and "disk/a.run" in result.stderr
-    assert result.stdout.startswith("2\n") and result.stdout.endswith("\na.json\n")
+    assert result.stdout.startswith("2\n") and result.stdout.endswith("\ndisk/a.json\n")
     assert 0 < len(Path("full").read_text().splitlines()) < 9

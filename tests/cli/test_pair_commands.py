@@ -4,23 +4,13 @@ from pathlib import Path
 
 import pytest
 from command_line import error_of, run, run_json
+from pair_files import write_pair
 
-TINY = """
-schema_version = 1
-description = "x"
-chat = true
-tasks = [{{ name = "records", num_records = 2 }}]
-[sender]
-model = "{sender}"
-[receiver]
-model = "{receiver}"
-"""
 BASE = "tiny:llama?seed=0&layers=2"
 
 
-def write_pair(path: Path, sender: str = BASE, receiver: str = f"{BASE}&noise=0.1") -> Path:
-    path.write_text(TINY.format(sender=sender, receiver=receiver))
-    return path
+def tiny_pair(path: Path, sender: str = BASE, receiver: str = f"{BASE}&noise=0.1") -> Path:
+    return write_pair(path, sender, receiver)
 
 
 def test_list_names_the_shipped_pairs() -> None:
@@ -33,7 +23,7 @@ def test_list_names_the_shipped_pairs() -> None:
 def test_list_shows_the_pairs_of_a_folder_first_and_says_which_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_pair(tmp_path / "mine.toml")
+    tiny_pair(tmp_path / "mine.toml")
     (tmp_path / "broken.toml").write_text("schema_version = ")
     monkeypatch.setenv("DROIDKV_PAIRS", str(tmp_path))
     listed = {entry["name"]: entry for entry in run_json("pair", "list", code=1)["pairs"]}
@@ -53,7 +43,7 @@ def test_an_unknown_pair_is_told_with_the_nearest_name() -> None:
 
 
 def test_check_passes_and_says_what_it_looked_at(tmp_path: Path) -> None:
-    pair = write_pair(tmp_path / "mine.toml")
+    pair = tiny_pair(tmp_path / "mine.toml")
     value = run_json("pair", "check", pair)
     assert value["passed"]
     assert [each["name"] for each in value["checks"]] == [
@@ -73,7 +63,7 @@ def test_check_passes_and_says_what_it_looked_at(tmp_path: Path) -> None:
     ],
 )
 def test_check_fails_by_the_name_of_the_field(tmp_path: Path, receiver: str, field: str) -> None:
-    pair = write_pair(tmp_path / "odd.toml", receiver=receiver)
+    pair = tiny_pair(tmp_path / "odd.toml", receiver=receiver)
     value = run_json("pair", "check", pair, code=1)
     assert not value["passed"]
     assert field in value["checks"][-1]["detail"]
@@ -82,7 +72,7 @@ def test_check_fails_by_the_name_of_the_field(tmp_path: Path, receiver: str, fie
 
 def test_check_of_a_profile_of_changed_weights_names_the_field(profiled: Path) -> None:
     assert run_json("pair", "check", "tiny", "--profile", profiled)["passed"]
-    pair = write_pair(Path("tiny.toml"), "tiny:llama?seed=0", "tiny:llama?seed=0&noise=0.06")
+    pair = tiny_pair(Path("tiny.toml"), "tiny:llama?seed=0", "tiny:llama?seed=0&noise=0.06")
     value = run_json("pair", "check", pair, "--profile", profiled, code=1)
     failed = [each for each in value["checks"] if not each["passed"]]
     assert [each["name"] for each in failed] == ["profile"]

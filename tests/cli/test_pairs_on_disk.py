@@ -11,18 +11,11 @@ from typing import Any
 import pytest
 import torch
 from command_line import error_of, run_json
+from pair_files import write_pair
 
 from droidkv.tiny import TinySpec, tiny_model, tiny_tokenizer
 
-PAIR = """
-schema_version = 1
-description = "two folders"
-tasks = [{ name = "records", num_records = 2 }]
-[sender]
-model = "./sender"
-[receiver]
-model = "./receiver"
-"""
+FOLDERS = ("./sender", "./receiver")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +29,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def receiver(saved: Path, tmp_path: Path) -> Path:
     """The receiver's folder, to be changed; the sender's and `pair.toml` lie beside it."""
-    (tmp_path / "pair.toml").write_text(PAIR)
+    write_pair(tmp_path / "pair.toml", *FOLDERS)
     shutil.copytree(saved, tmp_path / "sender")
     return Path(shutil.copytree(saved, tmp_path / "receiver"))
 
@@ -106,7 +99,7 @@ def test_vocabularies_of_one_size_with_two_tokens_swapped(receiver: Path) -> Non
 
 
 def test_a_prefix_that_one_tokenizer_starts_with_a_blank(receiver: Path) -> None:
-    (receiver.parent / "pair.toml").write_text("chat = false\n" + PAIR)
+    write_pair(receiver.parent / "pair.toml", *FOLDERS, chat=False)
 
     def blank_first(tokenizer: Any) -> None:
         tokenizer["pre_tokenizer"]["add_prefix_space"] = True
@@ -121,6 +114,5 @@ def test_a_prefix_that_one_chat_template_opens_otherwise(receiver: Path) -> None
     template.write_text("System: be brief.\n" + template.read_text())
     message = refused("profile", "verify")
     assert "token 0 differs" in message and "switch the chat template off" in message
-    text = (receiver.parent / "pair.toml").read_text()
-    (receiver.parent / "pair.toml").write_text("chat = false\n" + text)
+    write_pair(receiver.parent / "pair.toml", *FOLDERS, chat=False)
     assert run_json("pair", "check", "./pair.toml")["passed"], "the way out is one"

@@ -10,10 +10,14 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
+import torch
 from command_line import SMALL, error_of, run, run_json
 
 from droidkv.profile import read_profile
+from droidkv.profile_job import load_map
+from droidkv.refine import refine_stitch
 
+TRAINING = ("--calibration-items", "2", "--steps", "1")
 MANY = ("--task-option", "num_records=2", "--items", "24", "--operator", "copy")
 
 
@@ -106,8 +110,9 @@ def test_interrupting_a_profile_loses_nothing_finished(tmp_path: Path) -> None:
         (("confirm", "PROFILE", "--plan", "[1,3)"), "droidkv.profile_job.Job.decode_item"),
         (("probe", "tiny", *SMALL[:2]), "droidkv.probe._probe_row"),
         (("profile", "tiny", *SMALL), "droidkv.profile_job.Job.decode_item"),
+        (("refine", "PROFILE", "--plan", "[1,3)", *TRAINING), "droidkv.profile_job.Job.sweep_item"),
     ],
-    ids=["confirm-sweep", "confirm-decode", "probe", "profile-decode"],
+    ids=["confirm-sweep", "confirm-decode", "probe", "profile-decode", "refine-sweep"],
 )
 def test_an_interrupted_command_goes_on_where_it_was(
     profiled: Path, command: tuple[str, ...], step: str, tmp_path: Path
@@ -137,6 +142,34 @@ def test_an_interrupted_command_goes_on_where_it_was(
         run(*arguments)
     assert done == [0, 1, 2]
     assert Path("out.json").is_file() and not Path("out.run").exists()
+
+
+def test_interrupting_a_refinement_keeps_the_plans_that_were_trained(
+    profiled: Path, tmp_path: Path
+) -> None:
+    arguments = [*("refine", profiled, "--items", 1, *TRAINING, "-o", "out.json")]
+    arguments += [each for start in (1, 2, 3) for each in ("--plan", f"[{start},4)")]
+    trained: list[str] = []
+
+    def interrupted(_: Any, stitch: Any, plan: Any, *rest: Any) -> Any:
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+        return recorded(_, stitch, plan, *rest)
+
+    def recorded(_: Any, stitch: Any, plan: Any, *rest: Any) -> Any:
+        trained.append(str(plan))
+        return refine_stitch(_, stitch, plan, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("droidkv.profiler.refine_stitch", interrupted)
+        assert "nothing is lost" in run(*arguments, code=130).stderr
+        patch.setattr("droidkv.profiler.refine_stitch", recorded)
+        run(*arguments)
+    assert trained == ["[1,4)+stitch", "[2,4)+stitch", "[3,4)+stitch"]
+    fitted = load_map(profiled, read_profile(profiled))
+    made = load_map(Path("out.json"), read_profile("out.json"))
+    for start in (1, 2, 3):
+        assert not torch.equal(fitted.up[start], made.up[start])
 
 
 def test_stitch_fits_a_map_that_helps_on_unseen_items(tmp_path: Path) -> None:

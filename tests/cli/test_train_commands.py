@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from command_line import SMALL, error_of, run, run_json
+from pair_files import write_pair
 
 pytest.importorskip("peft")
 
@@ -14,28 +15,13 @@ BASE = "tiny:llama?seed=0&layers=2"
 
 
 def write_plain(folder: Path, recipe: str = "") -> Path:
-    path = folder / "mine.toml"
-    path.write_text(
-        f"""
-schema_version = 1
-description = "x"
-tasks = [{{ name = "records", num_records = 2 }}]
-[sender]
-model = "{BASE}"
-[receiver]
-model = "{BASE}"
-adapter = "./adapters/mine"
-[train]
-task = "records"
+    train = f"""task = "records"
 options = {{ num_records = 2 }}
 steps = 2
 learning_rate = 0.01
 batch_size = 2
-{recipe}
-""",
-        encoding="utf-8",
-    )
-    return path
+{recipe}"""
+    return write_pair(folder / "mine.toml", BASE, BASE, "./adapters/mine", train=train)
 
 
 def test_plain_makes_the_adapter_that_the_pair_names(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from pair_files import write_pair
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
@@ -23,29 +24,15 @@ BASE = "tiny:llama?layers=2"
 
 def plain_pair(folder: Path, sender: str = BASE, receiver: str = BASE, extra: str = "") -> Pair:
     path = folder / "small.toml"
-    path.write_text(
-        f"""
-schema_version = 1
-description = "x"
-tasks = ["records"]
-[sender]
-model = "{sender}"
-[receiver]
-model = "{receiver}"
-adapter = "./adapter"
-[train]
-task = "records"
+    recipe = f"""task = "records"
 options = {{ num_records = 2, questions_per_context = 2 }}
 steps = 2
 learning_rate = 0.01
 rank = 2
 batch_size = 4
 autocast = true
-{extra}
-""",
-        encoding="utf-8",
-    )
-    return read_pair(path)
+{extra}"""
+    return read_pair(write_pair(path, sender, receiver, "./adapter", '["records"]', recipe))
 
 
 def test_a_pair_is_trained_by_its_own_recipe(tmp_path: Path) -> None:
