@@ -9,7 +9,7 @@ import click
 from .console import Console
 from .framework import Command
 from .frontier_table import summary
-from .options import choose_objective, command_line, output_file, profile_argument
+from .options import choose_objective, command_line, profile_argument, profile_file
 from .places import pair_of, read_named_profile
 
 
@@ -32,7 +32,7 @@ from .places import pair_of, read_named_profile
 @click.option(
     "-o",
     "--output",
-    type=output_file,
+    type=profile_file,
     help="The new profile. Default: NAME.confirm.json beside the profile.",
 )
 @click.pass_obj

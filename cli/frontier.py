@@ -198,7 +198,7 @@ def pick(
     It is the cheapest within the loss; with an SLO, the one of least loss within both. Where
     `droidkv confirm` or `droidkv refine` measured plans on fresh items, picks among these, and
     says by which file. Says what bound the choice, and when reuse does not pay. Exits with 1 if
-    no plan meets the SLO.
+    no plan meets the bounds.
     """
     from droidkv.policy import DEFAULT_MAX_LOSS, pick_among
     from droidkv.policy import pick as pick_plan
@@ -237,7 +237,8 @@ def pick(
     lines = [*choice.message, picked.remark]
     lines += [] if map_file is None else [f"its stitching map is {map_file}"]
     console.result(value, lines)
-    return exits.CHECK_FAILED if choice.meets_slo is False else exits.OK
+    met = choice.meets_max_loss and choice.meets_slo is not False
+    return exits.OK if met else exits.CHECK_FAILED
 
 
 @frontier.command(

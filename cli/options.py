@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -23,9 +24,25 @@ if TYPE_CHECKING:
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
+
+class ProfilePath(click.Path):
+    """Where a profile is to be written: commands know profiles' files by `.json`."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Refuse a path that no other command would take for a profile."""
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if path.suffix != ".json":
+            self.fail(f"expected a file that ends in .json, got {str(path)!r}", param, ctx)
+        return path
+
+
 pair_argument = click.argument("pair_name", metavar="PAIR")
 profile_argument = click.argument("profile_name", metavar="PROFILE")
 output_file = click.Path(dir_okay=False, path_type=Path)
+profile_file = ProfilePath()
 output_folder = click.Path(file_okay=False, path_type=Path)
 
 

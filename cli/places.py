@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from droidkv.profile import Profile
 
 FOLDER = Path("profiles")
+_PROBE = ".probe.json"
 
 
 def profile_folders() -> list[Path]:
@@ -27,7 +28,7 @@ def known_profiles() -> dict[str, Path]:
     known: dict[str, Path] = {}
     for folder in profile_folders():
         for path in sorted(folder.glob("*.json")):
-            if not path.name.endswith(".probe.json"):
+            if not path.name.endswith(_PROBE):
                 known.setdefault(path.stem, path)
     return known
 
@@ -36,8 +37,12 @@ def find_profile(name_or_path: str) -> Path:
     """The file of a profile, by path (it ends in `.json` or has a slash) or by name.
 
     Raises:
-        ProfileError: There is no profile of that name.
+        ProfileError: There is no profile of that name, or it is a probe's.
     """
+    if name_or_path.endswith(_PROBE):
+        raise ProfileError(
+            f"expected a profile, got the probe {name_or_path}; `droidkv probe --compare` reads it"
+        )
     if name_or_path.endswith(".json") or "/" in name_or_path:
         return Path(name_or_path)
     known = known_profiles()

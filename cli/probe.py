@@ -16,8 +16,8 @@ from .framework import Command
 from .options import (
     choose_task,
     command_line,
-    output_file,
     pair_argument,
+    profile_file,
     run_options,
     task_options,
 )
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 )
 @run_options
 @click.option(
-    "-o", "--output", type=output_file, help="The probe's file. Default: profiles/PAIR.probe.json."
+    "-o", "--output", type=profile_file, help="The probe's file. Default: profiles/PAIR.probe.json."
 )
 @click.pass_obj
 def probe(

@@ -14,8 +14,8 @@ from .options import (
     choose_task,
     command_line,
     operator_option,
-    output_file,
     pair_argument,
+    profile_file,
     run_options,
     task_options,
 )
@@ -50,7 +50,7 @@ from .stitch import fit_options
 @fit_options
 @run_options
 @click.option(
-    "-o", "--output", type=output_file, help="The profile's file. Default: profiles/PAIR.json."
+    "-o", "--output", type=profile_file, help="The profile's file. Default: profiles/PAIR.json."
 )
 @click.pass_obj
 def profile(

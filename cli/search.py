@@ -14,8 +14,8 @@ from .options import (
     choose_task,
     command_line,
     operator_option,
-    output_file,
     pair_argument,
+    profile_file,
     run_options,
     task_options,
 )
@@ -66,7 +66,7 @@ SUGGESTED_PLANS = 8
 @click.option(
     "-o",
     "--output",
-    type=output_file,
+    type=profile_file,
     help="The profile's file. Default: profiles/PAIR.search.json.",
 )
 @click.pass_obj

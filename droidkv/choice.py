@@ -87,6 +87,11 @@ class Choice:
         return None if self.workload.calibration is None else self.reuses
 
     @property
+    def meets_max_loss(self) -> bool:
+        """False only where another model is the reference, and even the full prefill loses more."""
+        return self.loss <= self.max_loss
+
+    @property
     def meets_slo(self) -> bool | None:
         """Whether the predicted time is within the SLO; None without one."""
         if self.slo_ttft_seconds is None:
@@ -111,6 +116,7 @@ class Choice:
             "num_undecoded": self.chosen.num_undecoded,
             "claim_holds": self.claim_holds,
             "bound_by": self.bound_by,
+            "meets_max_loss": self.meets_max_loss,
             "meets_slo": self.meets_slo,
             "pays": self.pays,
             "predicted_ttft_seconds": self.predicted_ttft_seconds,
@@ -173,6 +179,11 @@ class Choice:
         return lines
 
     def _why(self) -> str:
+        if not self.meets_max_loss:
+            return (
+                f"bound by the loss: no plan, and not its own full prefill, loses "
+                f"{self._amount(self.max_loss)} or less; this one loses least"
+            )
         if self.slo_ttft_seconds is not None and not self.meets_slo:
             slo, loss = f"{self.slo_ttft_seconds:.3g} s", self._amount(self.max_loss)
             if self.fast_reuse is None:

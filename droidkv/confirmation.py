@@ -66,9 +66,10 @@ def all_evidence(path: Path, profile: Profile) -> list[Evidence]:
         StorageError: It could not be read.
     """
     own = own_evidence(path, profile)
-    if own.is_confirmed:
+    if path.name.endswith(_SUFFIX):
         return [own]
-    found, advice = [], []
+    found: list[Evidence] = []
+    advice: list[str] = []
     for made_by, each in (("confirm", confirmation_path(path)), ("refine", refined_path(path))):
         if not each.exists():
             continue
@@ -82,7 +83,9 @@ def all_evidence(path: Path, profile: Profile) -> list[Evidence]:
             remark = f"picked by {confirmed.num_items} fresh items, in {each}"
             found.append(Evidence(each, confirmed, True, remark))
     if not found:
-        found, advice = [own], advice or [f"`droidkv confirm {path}` measures that"]
+        found = [own]
+        if not own.is_confirmed and not advice:
+            advice = [f"`droidkv confirm {path}` measures that"]
     if advice:
         more = "; ".join(advice)
         found = [dataclasses.replace(each, remark=f"{each.remark}: {more}") for each in found]
@@ -93,6 +96,9 @@ def own_evidence(path: Path, profile: Profile) -> Evidence:
     """The profile itself, whatever lies beside it."""
     if path.name.endswith(_SUFFIX):
         return Evidence(path, profile, True, f"picked by {profile.num_items} fresh items")
+    if profile.reference is not None:  # full share: two plans, named before anything was measured
+        remark = f"picked by {profile.num_items} items, which chose no plan"
+        return Evidence(path, profile, True, remark)
     remark = f"picked by {profile.num_items} items as the best of many plans; others may lose more"
     return Evidence(path, profile, False, remark)
 

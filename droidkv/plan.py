@@ -13,7 +13,9 @@ Operator = Literal["copy", "stitch"]
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
 
 # Six digits: Python refuses to read an integer of thousands, and no model has a million layers.
-_PLAN_TEXT = re.compile(r"\[?\s*(\d{1,6})\s*[,:]\s*(\d{1,6})\s*\)?\s*(?:\+\s*(\w+))?")
+_PLAN_TEXT = re.compile(
+    r"(\[)?\s*(\d{1,6})\s*[,:]\s*(\d{1,6})\s*(?(1)\))\s*(?:\+\s*(\w+))?"  # both or no bracket
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -122,7 +124,7 @@ class ReusePlan:
                 f"expected a plan like '[12,24)', '12:24', '[12,24)+stitch', 'none' or 'all', "
                 f"got {text!r}"
             )
-        start, stop, operator = match.groups()
+        _, start, stop, operator = match.groups()
         if operator is not None and operator not in OPERATORS:
             raise PlanError(f"expected an operator of {OPERATORS}, got {operator!r} in {text!r}")
         return cls(LayerGroup(int(start), int(stop)), operator or "copy").check(num_layers)

@@ -94,6 +94,8 @@ def pick(
             fast_reuse = None
         else:
             bound_by = "slo_ttft"
+    if chosen.loss > max_loss:
+        bound_by = "max_loss"
     choice = Choice(
         chosen=chosen,
         full=full,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from droidkv.refine import RefineItem
 from droidkv.stitch import StitchMap
 from droidkv.sweep import sweep
 from droidkv.tasks import Item, Task
+
+_LOG = logging.getLogger(__name__)
 
 Decode = Literal["none", "frontier", "all"]
 DECODES: tuple[Decode, ...] = ("none", "frontier", "all")
@@ -184,6 +187,8 @@ class Job:
                 f"expected fresh items to confirm {self.settings.confirms} on, but the task "
                 f"{self.task.name!r} has only {len(items)}, all in that profile"
             )
+        if len(fresh) < self.settings.num_items:
+            _LOG.info("the task has %d such items, not %d", len(fresh), self.settings.num_items)
         return fresh[: self.settings.num_items]
 
     def key(self) -> dict[str, Any]:

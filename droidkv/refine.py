@@ -114,7 +114,7 @@ def check_refinable(plans: Sequence[ReusePlan]) -> None:
     starts = {plan.group.start for plan in plans if plan.operator == "stitch"}
     if not plans or len(starts) < len(plans):
         raise StitchError(
-            "expected stitched plans of different starts, such as '[15,24)+stitch', got "
+            "expected stitched plans of different starts above 0, such as '[15,24)+stitch', got "
             f"{', '.join(map(str, plans)) or 'none'}"
         )
 

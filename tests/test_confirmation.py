@@ -108,6 +108,15 @@ def test_a_confirmation_is_its_own_evidence(tmp_path: Path) -> None:
     assert evidence.is_confirmed and "6 fresh items" in evidence.remark
 
 
+def test_a_full_share_profile_chose_no_plan(tmp_path: Path) -> None:
+    shared = made_profiles.profile(reference=ModelRecord("tuned", fingerprint(13)))
+    evidence = own_evidence(tmp_path / "tiny.json", shared)
+    assert evidence.is_confirmed and "chose no plan" in evidence.remark
+    assert best_evidence(tmp_path / "tiny.json", shared) == evidence
+    path = written(tmp_path, confirmation())
+    assert best_evidence(path, shared).path == confirmation_path(path)
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

@@ -78,6 +78,8 @@ def test_parse(text: str, plan: ReusePlan) -> None:
     [
         ("12-24", "expected a plan like"),
         ("", "expected a plan like"),
+        ("[12,24", "expected a plan like"),
+        ("12,24)", "expected a plan like"),
         ("[1,2)+glue", "expected an operator of .* got 'glue'"),
         ("[24,12)", "0 <= start <= stop"),
         ("[12,31)", r"within \[0,30\), got \[12,31\); the model has 30"),

@@ -94,6 +94,8 @@ def test_of_a_full_share_receiver_the_full_prefill_is_a_plan_like_any_other() ->
     bad = profile([record(NONE, scores(30)), record(FULL, scores(60))], reference=reference)
     choice = pick(bad)
     assert (choice.plan, choice.loss, choice.claim_holds) == (NONE, 30, False)
+    assert (choice.bound_by, choice.meets_max_loss) == ("max_loss", False)
+    assert "no plan, and not its own full prefill, loses 5 % or less" in text(choice)
     worse = profile([record(NONE, scores(60)), record(FULL, scores(30))], reference=reference)
     choice = pick(worse)
     assert (choice.plan, choice.loss, choice.claim_holds) == (FULL, 30, False)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from droidkv.errors import TaskError, unknown_name
+from droidkv.fields import Fields
+from droidkv.records import take
 from droidkv.tasks.base import SPLITS, Item, Split, Task
 
 __all__ = ["SPLITS", "Item", "Split", "Task", "get_task", "task_names"]
@@ -25,7 +28,7 @@ def task_names() -> list[str]:
     return sorted(_TASKS)
 
 
-def get_task(name: str, **options: Any) -> Task:
+def get_task(name: str, /, **options: Any) -> Task:
     """Make a task.
 
     Args:
@@ -40,8 +43,13 @@ def get_task(name: str, **options: Any) -> Task:
         raise TaskError(unknown_name("task", name, task_names()))
     module_name, _, class_name = _TASKS[name].partition(":")
     task_class = getattr(importlib.import_module(module_name), class_name)
-    known = list(getattr(task_class, "__dataclass_fields__", {}))
+    known = [field.name for field in dataclasses.fields(task_class)]
+    hints = get_type_hints(task_class)
+    where = f"options of task {name!r}"
+    given = Fields(options, where, TaskError)
+    checked = {}
     for option in options:
         if option not in known:
             raise TaskError(unknown_name(f"option of task {name!r}", option, known))
-    return cast(Task, task_class(**options))
+        checked[option] = take(given, option, hints[option], where)
+    return cast(Task, task_class(**checked))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import SMALL, error_of
+from command_line import SMALL, error_of, run
 from pair_files import write_pair
 
 from droidkv.profile import read_profile
@@ -151,6 +151,15 @@ def test_an_item_with_an_empty_prefix_is_named() -> None:
     assert "The prefix of row 8 of rows.jsonl is blank" in message
 
 
+def test_a_table_with_fewer_items_than_asked_for_says_how_many_it_has() -> None:
+    rows = [{"prefix": f"text {index}", "suffix": "Who?", "answer": "Ann"} for index in range(20)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    table = ("--task", "local", "--task-option", "path=rows.jsonl", "--operator", "copy")
+    told = run("profile", "tiny", *table, "--items", 99, "--granularity", 4, "-o", "a.json").stderr
+    measured = read_profile("a.json").num_items
+    assert 0 < measured < 20 and f"the task has {measured} such items, not 99" in told
+
+
 def test_a_damaged_calibration(smooth: Path) -> None:
     Path("calibration.json").write_text('{"schema_version": 1}')
     message = error_of("frontier", "pick", smooth, "--calibration", "calibration.json")
@@ -201,6 +210,9 @@ def test_a_disk_that_refuses_keeps_the_old_file(smooth: Path) -> None:
     ("arguments", "complaint"),
     [
         (("profile", "tiny", "--device", "gpu"), "'gpu'"),
+        (("profile", "tiny", "-o", "out"), "ends in .json, got 'out'"),
+        (("profile", "tiny", "--task-option", "num_records=two"), "a whole number, got 'two'"),
+        (("profile", "tiny", "--task-option", "name=x"), "Known: num_records, questions"),
         (("verify", "tiny", "--device", "cuda:99"), "'cuda:99'"),
         (("profile", "tiny", "--dtype", "float99"), "Did you mean 'float32'?"),
         (("profile", "tiny", "--ridge", -1), "ridge > 0, got -1"),

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from command_line import error_of, run, run_json
-from made_profiles import FAST_LOAD, profile, record, shape, smooth_profile, stitch
+from made_profiles import FAST_LOAD, fingerprint, profile, record, shape, smooth_profile, stitch
 
 from droidkv.calibration_file import MeasuredCalibration, write_calibration
 from droidkv.plan import ReusePlan
-from droidkv.profile import write_profile
+from droidkv.profile import ModelRecord, write_profile
 
 
 @pytest.fixture
@@ -78,6 +78,20 @@ def test_pick_exits_with_1_if_no_plan_meets_the_slo(smooth: Path, calibration: P
     arguments = ("frontier", "pick", smooth, "--calibration", calibration, "--slo-ttft")
     assert run_json(*arguments, "100s")["meets_slo"]
     assert run_json(*arguments, "1ms", code=1)["meets_slo"] is False
+
+
+def test_pick_exits_with_1_if_even_the_full_prefill_loses_more(tmp_path: Path) -> None:
+    reference = ModelRecord("fine-tune", fingerprint(12))
+    plans = (ReusePlan.of(0, 0), ReusePlan.of(0, 4))
+    shared = profile([record(plan, [0.0, 1.0]) for plan in plans], reference=reference)
+    write_profile("shared.json", shared)
+    value = run_json("frontier", "pick", "shared.json", code=1)
+    assert value["plan"] == "[0,0)" and value["meets_max_loss"] is False
+    assert run_json("frontier", "pick", "shared.json", "--max-loss", 50)["meets_max_loss"]
+
+
+def test_a_probe_is_no_profile() -> None:
+    assert "`droidkv probe --compare`" in error_of("frontier", "show", "profiles/x.probe.json")
 
 
 def test_pick_says_when_reuse_does_not_pay(smooth: Path, calibration: Path) -> None:
