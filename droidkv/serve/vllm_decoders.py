@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.config import CompilationMode
 
-from droidkv.errors import ServeError
+from droidkv.errors import ServeError, UnsupportedModelError
 from droidkv.model_identity import weights_identity
 from droidkv.serve.decoders import Decoder, read_decoder
 from droidkv.serve.icarus import NAMES_VARIABLE, REQUEST_CHECK, IcarusSettings, known_decoders
@@ -30,7 +30,13 @@ def check_engine(vllm_config: Any, settings: IcarusSettings) -> None:
             "expected eager mode, got torch.compile, which cannot follow how many tokens decode; "
             "start with --enforce-eager"
         )
-    if vllm_config.model_config.enable_prompt_embeds:
+    config = vllm_config.model_config
+    if getattr(config.hf_text_config, "dual_chunk_attention_config", None):
+        raise UnsupportedModelError(
+            "expected plain attention, got dual_chunk_attention_config in the base's config.json, "
+            "which two streams cannot share; take it out, or serve another base"
+        )
+    if config.enable_prompt_embeds:
         raise ServeError(
             "expected prompts of tokens, got enable_prompt_embeds, which was never tested here; "
             "leave --enable-prompt-embeds out"
@@ -40,7 +46,7 @@ def check_engine(vllm_config: Any, settings: IcarusSettings) -> None:
             "expected the V1 model runner, got V2, on which decoders were never tested; set "
             "VLLM_USE_V2_MODEL_RUNNER=0"
         )
-    if REQUEST_CHECK not in (vllm_config.model_config.logits_processors or ()):
+    if REQUEST_CHECK not in (config.logits_processors or ()):
         raise ServeError(
             f"expected --logits-processors {REQUEST_CHECK}, which refuses requests for unknown "
             "decoders, got none; start the engine by `droidkv serve icarus`"

@@ -36,6 +36,10 @@ pytestmark = pytest.mark.vllm
 MIXED: list[str | None] = ["one", "two", None, "one"]
 CROWD = [token_ids(200 + index, seed=20 + index) for index in range(8)]
 WHOLE = LONG[: 4 * BLOCK]
+CHUNKED = {
+    "architectures": ["IcarusLlamaForCausalLM"],
+    "dual_chunk_attention_config": {"chunk_size": 8},
+}
 
 
 class Engine:
@@ -274,6 +278,7 @@ def test_what_cannot_work_does_not_start(
         ({"kv_transfer_config": None}, "kv_connector 'IcarusConnector'"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size = 1"),
         ({"enable_prompt_embeds": True}, "enable_prompt_embeds"),
+        ({"hf_overrides": CHUNKED}, "dual_chunk_attention_config"),
     ):
         with pytest.raises(DroidKVError, match=named):
             check(settings, changed)
