@@ -36,7 +36,7 @@ def run_engine(
     unseeded = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
     return subprocess.run(
         [sys.executable, __file__, str(folder)],
-        env={**unseeded, **ENVIRONMENT, **environment},
+        env={**unseeded, **ENVIRONMENT, "TMPDIR": str(folder), **environment},
         capture_output=True,
         text=True,
         timeout=SECONDS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,10 +159,12 @@ class Engine:
     ) -> None:
         transfer = connector(folder, role, store, **extra)
         self.audit = Path(transfer["kv_connector_extra_config"]["audit"])
-        self.llm = vllm.LLM(
-            model=str(folder / role),
-            **{"kv_transfer_config": transfer, **OPTIONS, **(options or {})},
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tempfile, "tempdir", str(folder))  # vLLM leaves files there
+            self.llm = vllm.LLM(
+                model=str(folder / role),
+                **{"kv_transfer_config": transfer, **OPTIONS, **(options or {})},
+            )
 
     def answer(
         self,

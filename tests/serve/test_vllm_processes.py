@@ -36,6 +36,7 @@ from droidkv.serve.keys import chunk_hashes, namespace_digest
 from droidkv.serve.lmcache_settings import LMCacheSettings
 
 pytestmark = [
+    pytest.mark.lmcache,
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("lmcache") is None, reason="lmcache is not installed"),

@@ -141,15 +141,26 @@ def inside_multi(folder: Path, role: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("role", ROLES)
-def test_a_real_engine_with_another_connector_around_it_does_not_start(
-    models: Models, role: str
-) -> None:
+def test_another_connector_around_it_is_refused_by_name(models: Models, role: str) -> None:
+    from droidkv.serve.vllm_models import _is_droidkv
+
+    arguments = {**OPTIONS, "model": str(models.folder / role)}
+    alone = connector(models.folder, role, "memory://refused")
+    for transfer in (None, alone):
+        config = vllm.EngineArgs(kv_transfer_config=transfer, **arguments).create_engine_config()
+        assert _is_droidkv(config) == (transfer is alone)
     transfer = inside_multi(models.folder, role)
-    spec = {"role": role, "store": "memory://refused", "extra": {}, "batches": []}
-    options = {"kv_transfer_config": transfer}
-    result = run_engine(models.folder, {**spec, "options": options}, {})
+    config = vllm.EngineArgs(kv_transfer_config=transfer, **arguments).create_engine_config()
+    with pytest.raises(ServeError, match="only connector, got it inside MultiConnector"):
+        _is_droidkv(config)
+
+
+@pytest.mark.slow
+def test_a_real_engine_with_another_connector_around_it_does_not_start(models: Models) -> None:
+    transfer = inside_multi(models.folder, "receiver")
+    spec = {"role": "receiver", "store": "memory://refused", "extra": {}, "batches": []}
+    result = run_engine(models.folder, {**spec, "options": {"kv_transfer_config": transfer}}, {})
     assert result.returncode != 0
     assert "DroidKVConnector to be an engine's only connector" in result.stdout + result.stderr
 

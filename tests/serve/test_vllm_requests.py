@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +25,12 @@ from serve.engines import (
 )
 
 from droidkv.loading import LoadedModel
+from droidkv.serve.connector_plan import Fallback
 from droidkv.serve.keys import namespace_digest
 from droidkv.serve.opening import open_store
 from droidkv.serve.store import chunk_keys, deadline_in
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = pytest.mark.vllm
 
 STORE = "memory://test-vllm-requests"
 PROMPT = PROMPTS[0]
@@ -39,6 +41,44 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     made = make_models(tmp_path_factory.mktemp("models"))
     store_captured(made, open_store(STORE, CHUNK), PROMPTS)
     return made
+
+
+PLAIN: dict[str, Any] = {
+    "lora_request": None,
+    "mm_features": [],
+    "prompt_embeds": None,
+    "resumable": False,
+    "pooling_params": None,
+    "sampling_params": SimpleNamespace(prompt_logprobs=None),
+    "skip_reading_prefix_cache": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "received", "sent"),
+    [
+        ({}, None, None),
+        ({"lora_request": object()}, Fallback.LORA, Fallback.LORA),
+        ({"mm_features": [object()]}, Fallback.MULTIMODAL, Fallback.MULTIMODAL),
+        ({"prompt_embeds": object()}, Fallback.PROMPT_EMBEDS, Fallback.PROMPT_EMBEDS),
+        ({"resumable": True}, Fallback.STREAMED_INPUT, Fallback.STREAMED_INPUT),
+        # What a sender computes for these is the model's cache of these tokens.
+        ({"pooling_params": object(), "sampling_params": None}, Fallback.POOLING, None),
+        (
+            {"sampling_params": SimpleNamespace(prompt_logprobs=0)},
+            Fallback.PROMPT_LOGPROBS,
+            None,
+        ),
+        ({"skip_reading_prefix_cache": True}, Fallback.OPTED_OUT, None),
+    ],
+)
+def test_each_kind_of_request_has_its_reason(
+    change: dict[str, Any], received: Fallback | None, sent: Fallback | None
+) -> None:
+    from droidkv.serve.vllm_connector import _receiver_obstacle, _sender_obstacle
+
+    request = SimpleNamespace(**PLAIN | change)
+    assert (_receiver_obstacle(request), _sender_obstacle(request)) == (received, sent)
 
 
 def embedded(model: LoadedModel) -> dict[str, Any]:
@@ -52,6 +92,7 @@ def is_stored(models: Models, address: str) -> bool:
     return open_store(address, CHUNK).contains_kv(keys[0], [0], deadline_in(5))
 
 
+@pytest.mark.slow
 def test_prompt_embeddings_are_not_stored(models: Models) -> None:
     address = f"{STORE}-embeds"
     engine = Engine(models.folder, "sender", address, {"enable_prompt_embeds": True})
@@ -71,6 +112,7 @@ def test_prompt_embeddings_are_not_stored(models: Models) -> None:
     assert list(output.outputs[0].token_ids) == own[1]
 
 
+@pytest.mark.slow
 def test_a_pooling_request_is_prefilled(models: Models) -> None:
     options = {"runner": "pooling", "convert": "embed"}
     engine = Engine(models.folder, "receiver", STORE, options, plan="[2,4)")
@@ -97,6 +139,7 @@ def receiver(models: Models) -> Iterator[Engine]:
     engine.stop()
 
 
+@pytest.mark.slow
 def test_prompt_embeddings_are_prefilled(models: Models, receiver: Engine) -> None:
     for plan in (None, "none"):
         (output,) = receiver.llm.generate(
@@ -108,6 +151,7 @@ def test_prompt_embeddings_are_prefilled(models: Models, receiver: Engine) -> No
     assert_same(answer, reference(models, PROMPT, "[2,4)"))
 
 
+@pytest.mark.slow
 def test_priorities_change_no_answer(models: Models, receiver: Engine) -> None:
     plans = [None, "none", "[0,2)", None]
     outputs = receiver.llm.generate(
@@ -124,6 +168,7 @@ def test_priorities_change_no_answer(models: Models, receiver: Engine) -> None:
     assert {each["reason"] for each in receiver.records()[-4:]} == {None}
 
 
+@pytest.mark.slow
 def test_a_batch_with_prompt_embeddings_beside_tokens(models: Models, receiver: Engine) -> None:
     receiver.forget()
     prompts: list[Any] = [embedded(models.receiver), {"prompt_token_ids": PROMPT}]
