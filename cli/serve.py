@@ -57,8 +57,9 @@ def serve() -> None:
       "kv_transfer_params": {"droidkv": {"reuse": false}}      its own prefill
       "kv_transfer_params": {"droidkv": {"order": "all_first"}}
 
-    Whatever goes wrong with the store, a request is answered by the receiver's own prefill; the
-    reason stands in its audit line and in vLLM's /metrics.
+    Whatever goes wrong with the store, a request is answered by the receiver's own prefill, or
+    ends in an error if that was never trained (--on-miss); the reason stands in its audit line
+    and in vLLM's /metrics.
     """
 
 
@@ -172,6 +173,18 @@ def sender(
     show_default=True,
     help="Most prefix tokens recomputed in one engine step.",
 )
+@click.option(
+    "--on-miss",
+    type=click.Choice(["own", "error"]),
+    help="What becomes of requests that cannot reuse: the receiver's own prefill, or an error. "
+    "Default: error for a receiver that was trained to read the sender's KV, else own.",
+)
+@click.option(
+    "--own-tokens",
+    type=click.IntRange(1),
+    help="With error: longest end of a prompt that the receiver may compute itself. Default: one "
+    "chunk more than the longest suffix that the profile measured.",
+)
 @click.option("--audit", type=output_file, help="File that gets one JSON line per request.")
 @click.option("--timeline", is_flag=True, help="Audit lines with timelines; see `droidkv stats`.")
 @shared_options
@@ -189,6 +202,8 @@ def receiver(
     load_deadline: float,
     lookup_deadline: float,
     tokens_per_step: int,
+    on_miss: str | None,
+    own_tokens: int | None,
     audit: Path | None,
     timeline: bool,
     store_address: str | None,
@@ -202,7 +217,7 @@ def receiver(
     goes to `vllm serve` as it is.
     """
     from droidkv.pair import read_pair
-    from droidkv.serve.settings import ServeSettings
+    from droidkv.serve.settings import ServeSettings, with_miss_policy
 
     pair = read_pair(pair_name)
     if timeline and audit is None:
@@ -222,10 +237,13 @@ def receiver(
             "load_seconds": load_deadline,
             "lookup_seconds": lookup_deadline,
             "tokens_per_step": tokens_per_step,
+            "on_miss": on_miss,
+            "own_tokens": own_tokens,
             "audit": None if audit is None else str(audit.absolute()),
             "timeline": timeline,
         }
     )
+    settings = with_miss_policy(settings)
     return _serve(console, settings, pair.receiver, (pair.name,), dtype, only_print)
 
 

@@ -52,6 +52,10 @@ class ServeError(DroidKVError, ValueError):
     """A serving process is set up in a way that cannot work, or was never tested."""
 
 
+class RefusedError(ServeError):
+    """A server ended a request in an error of its own; a later try may be answered."""
+
+
 class StorageError(DroidKVError, OSError):
     """Reading or writing a file failed; nothing that was there before is lost."""
 

@@ -79,13 +79,20 @@ class Fields:
             raise self._error(f"{self._where}: {message}")
         return value
 
-    def optional(self, name: str, kind: type[T]) -> T | None:
+    def optional(
+        self,
+        name: str,
+        kind: type[T],
+        *,
+        minimum: float | None = None,
+        choices: Sequence[T] | None = None,
+    ) -> T | None:
         """As `take`; None where the key is missing or JSON's null."""
         if self._left.get(name) is None:
             self._left.pop(name, None)
             self._taken.append(name)
             return None
-        return self.take(name, kind)
+        return self.take(name, kind, minimum=minimum, choices=choices)
 
     def take_list(
         self, name: str, kind: type[T], default: Sequence[T] | Required = REQUIRED

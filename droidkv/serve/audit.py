@@ -12,7 +12,7 @@ from droidkv.errors import DroidKVError, ServeError, StorageError
 from droidkv.fields import Fields
 from droidkv.jsonio import parse_json
 from droidkv.serve.connector_plan import AuditRecord, Fallback, LoadReport, Span
-from droidkv.serve.metrics import REUSED
+from droidkv.serve.metrics import outcome
 
 PERCENTILES = (50, 90, 99)
 # Rows of a trace: what the store's thread and what the engine's thread does.
@@ -66,7 +66,7 @@ def read_audit(path: Path) -> list[AuditRecord]:
 
 def by_outcome(records: Iterable[AuditRecord]) -> list[Group]:
     """One group for those that reused, and one per reason for those that did not; largest first."""
-    return _grouped((str(record.reason or REUSED), record) for record in records)
+    return _grouped((outcome(each.reason, each.refused), each) for each in records)
 
 
 def by_plan(records: Iterable[AuditRecord]) -> list[Group]:
@@ -174,6 +174,7 @@ def record_from_json(value: object, where: str) -> AuditRecord:
             ended=fields.take("ended", float),
             report=report,
             reason=None if reason is None else Fallback(reason),
+            refused=fields.take("refused", bool, False),
         )
     except DroidKVError:
         raise

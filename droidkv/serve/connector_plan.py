@@ -27,7 +27,7 @@ SpanKind = Literal["load", "enter", "recompute", "wait", "suffix"]
 
 
 class Fallback(StrEnum):
-    """Why a request was answered by the receiver's own prefill. A closed list."""
+    """Why a request was answered by the receiver's own prefill, or refused. A closed list."""
 
     NOT_ASKED = "not_asked"
     OPTED_OUT = "opted_out"
@@ -37,6 +37,7 @@ class Fallback(StrEnum):
     NOT_CHOSEN = "not_chosen"
     TOO_SHORT = "too_short"
     NOT_COVERED = "not_covered"
+    PARTLY_COVERED = "partly_covered"
     LORA = "lora"
     MULTIMODAL = "multimodal"
     PROMPT_EMBEDS = "prompt_embeds"
@@ -145,12 +146,14 @@ class StepJobs:
         saves: Chunks to store.
         dropped: Requests whose jobs are to be given up.
         suffixes: Requests that waited for their load, and whose suffix pass is to be timed now.
+        refused: Requests that wait for a load, to be told that it failed.
     """
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     suffixes: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -226,6 +229,7 @@ class AuditRecord:
         ended: When the request ended, in seconds since 1970.
         report: The worker's part.
         reason: Why the request was answered by its own prefill; None if it reused.
+        refused: Whether it ended in an error instead, for that reason.
     """
 
     request_id: str
@@ -241,6 +245,7 @@ class AuditRecord:
     ended: float = 0.0
     report: LoadReport = field(default_factory=LoadReport)
     reason: Fallback | None = None
+    refused: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The record as JSON values, flat."""

@@ -22,7 +22,7 @@ from droidkv.serve.connector_plan import AuditRecord
 from droidkv.serve.http_client import complete, read_text
 from droidkv.serve.launch import launch
 from droidkv.serve.processes import ServerProcess, free_port, serving
-from droidkv.serve.settings import ServeSettings
+from droidkv.serve.settings import ServeSettings, with_miss_policy
 from droidkv.tasks import Item, Task
 
 # What a request says to be answered so; None = what the server picks.
@@ -117,13 +117,15 @@ def run_demo(
         "sender": (pair.sender, ServeSettings(role="sender", profiles=profiles, **shared)),  # type: ignore[arg-type]
         "receiver": (
             pair.receiver,
-            ServeSettings(
-                role="receiver",
-                profiles=profiles,
-                max_loss=settings.max_loss,
-                audit=str(audit.absolute()),
-                timeline=True,
-                **shared,  # type: ignore[arg-type]
+            with_miss_policy(
+                ServeSettings(
+                    role="receiver",
+                    profiles=profiles,
+                    max_loss=settings.max_loss,
+                    audit=str(audit.absolute()),
+                    timeline=True,
+                    **shared,  # type: ignore[arg-type]
+                )
             ),
         ),
     }

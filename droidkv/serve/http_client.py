@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from droidkv.errors import ServeError
+from droidkv.errors import RefusedError, ServeError
 
 _REQUEST_SECONDS = 600.0
+_SERVER_ERROR = 500
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def complete(
         cache_salt: Keeps the server's own prefix cache from answering.
 
     Raises:
-        ServeError: The server refused, or went away.
+        RefusedError: The server ended the request in an error (HTTP 500).
+        ServeError: The server went away, or the request was wrong.
     """
     body: dict[str, Any] = {
         "model": model,
@@ -78,12 +80,16 @@ def complete(
                     continue
                 event = json.loads(data)
                 if "choices" not in event:
-                    raise ServeError(f"expected a piece of an answer, got {data[:300]}")
+                    raise _failure(event)(f"expected a piece of an answer, got {data[:300]}")
                 first = first or time.perf_counter()
                 request_id = event["id"]
                 text += event["choices"][0]["text"] if event["choices"] else ""
+    except ServeError:
+        raise
     except (OSError, ValueError) as cause:
-        raise ServeError(f"expected {url} to answer, but: {_detail(cause)}") from cause
+        is_refused = isinstance(cause, urllib.error.HTTPError) and cause.code == _SERVER_ERROR
+        kind = RefusedError if is_refused else ServeError
+        raise kind(f"expected {url} to answer, but: {_detail(cause)}") from cause
     if first is None:
         raise ServeError(f"expected an answer from {url}, got an empty one; see the server's log")
     ended = time.perf_counter()
@@ -102,6 +108,12 @@ def read_text(url: str, seconds: float = 10.0) -> str:
             return text
     except (OSError, ValueError) as cause:
         raise ServeError(f"expected {url} to answer, but: {_detail(cause)}") from cause
+
+
+def _failure(event: Mapping[str, Any]) -> type[ServeError]:
+    error = event.get("error")
+    is_refused = isinstance(error, dict) and error.get("code") == _SERVER_ERROR
+    return RefusedError if is_refused else ServeError
 
 
 def _detail(cause: Exception) -> str:

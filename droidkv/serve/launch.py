@@ -157,7 +157,7 @@ def transfer_config(settings: ServeSettings) -> dict[str, Any]:
         "kv_connector": "DroidKVConnector",
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
+        "kv_load_failure_policy": "fail" if settings.on_miss == "error" else "recompute",
         "kv_connector_extra_config": settings_table(settings),
     }
 

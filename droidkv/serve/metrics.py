@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-REUSED = "reused"
+_REUSED = "reused"
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -30,7 +30,8 @@ class Metric:
 METRICS: Mapping[str, Metric] = {
     "droidkv_requests": Metric(
         "counter",
-        "Requests that ended, by outcome: 'reused', or the reason for the own prefill.",
+        "Requests that ended, by outcome: 'reused', or why not; 'refused: ' and the reason for "
+        "those that ended in an error.",
         "outcome",
     ),
     "droidkv_plans": Metric("counter", "Requests that reused, by plan.", "plan"),
@@ -78,6 +79,11 @@ class Observation:
     label: str | None = None
 
 
+def outcome(reason: str | None, refused: bool) -> str:
+    """How a request ended, in a word: reused, or why not."""
+    return f"refused: {reason}" if refused else str(reason or _REUSED)
+
+
 def of_request(record: Mapping[str, Any]) -> Iterator[Observation]:
     """What a receiver's request adds.
 
@@ -85,7 +91,7 @@ def of_request(record: Mapping[str, Any]) -> Iterator[Observation]:
         record: `AuditRecord.to_json()`.
     """
     reason = record["reason"]
-    yield Observation("droidkv_requests", 1, reason or REUSED)
+    yield Observation("droidkv_requests", 1, outcome(reason, record["refused"]))
     if reason is None:
         yield Observation("droidkv_plans", 1, record["plan"])
     for name in ("advertised_tokens", "recomputed_tokens", "loaded_bytes"):

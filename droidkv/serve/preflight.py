@@ -25,6 +25,7 @@ from droidkv.serve.settings import (
     ReceiverPair,
     ServeSettings,
     needed_hidden_layers,
+    own_tokens_limit,
     plan_chooser,
     receiver_pair,
 )
@@ -249,3 +250,9 @@ def _check_receiver(
         if picked is None:
             status, advice = "warn", "nothing will be reused: allow more with --max-loss"
     yield Check("plan", status, found, advice)
+    own_tokens = own_tokens_limit(settings, pair.profile)
+    if own_tokens is None:
+        yield Check("on miss", "ok", "the receiver's own prefill")
+    else:
+        found = f"an error; the receiver computes at most {own_tokens} tokens of a prompt itself"
+        yield Check("on miss", "ok", found)

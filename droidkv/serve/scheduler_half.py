@@ -26,6 +26,7 @@ from droidkv.serve.connector_plan import (
     RequestView,
     SaveJob,
     Span,
+    StepJobs,
     filled_chunks,
     mixed_salt,
     parse_ask,
@@ -35,6 +36,8 @@ from droidkv.serve.store import MissReason, Store, StoreMiss, chunk_keys, covera
 
 # Called with the tokens that could be reused and those that could not; None = reuse nothing.
 PlanChooser = Callable[[int, int], ReusePlan | None]
+# The own prefill by choice, of a request or of the profile: no failure, so never refused.
+_BY_CHOICE = (Fallback.FULL_PREFILL, Fallback.NOT_CHOSEN)
 # Sets the salt of a request's block hashes; None = the one it came with.
 Salter = Callable[[str | None], None]
 _LOOKUP_THREADS = 4
@@ -59,6 +62,9 @@ class ReceiverRules:
         asynchronous: Requests wait for their load while the engine goes on with others.
         tokens_per_step: Most prefix tokens recomputed in one engine step; longer prefixes wait.
         timeline: Suffix passes behind loads that were waited for are timed.
+        own_tokens: For a receiver whose own prefill is no way out: the longest end of a prompt
+            that it may compute itself behind what it reuses. Requests that cannot reuse so much
+            are refused, unless they asked for the own prefill. None = nothing is refused.
     """
 
     num_layers: int
@@ -72,6 +78,7 @@ class ReceiverRules:
     asynchronous: bool = False
     tokens_per_step: int = 4096
     timeline: bool = False
+    own_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,7 @@ class _Tracked:
     salt: str | None = None
     may_load: bool = False
     suffix: Literal["untimed", "due", "passing"] = "untimed"
+    may_be_refused: bool = True
 
 
 class ReceiverScheduler:
@@ -130,6 +138,7 @@ class ReceiverScheduler:
         self._ended_loading: dict[str, _Tracked] = {}
         self._jobs: list[LoadJob] = []
         self._dropped: list[str] = []
+        self._refused: list[str] = []
         self._pool = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="droidkv-lookup")
 
     def admit(self, view: RequestView, set_salt: Salter) -> None:
@@ -142,6 +151,7 @@ class ReceiverScheduler:
             tracked.record.reason = Fallback.BAD_PLAN
             return
         tracked.order = ask.order
+        tracked.may_be_refused = ask.reuse
         tracked.record.reason = self._obstacle(view, ask)
         if tracked.record.reason is None:
             tracked.deadline = deadline_in(self.rules.lookup_seconds)
@@ -165,6 +175,10 @@ class ReceiverScheduler:
                 return None, False
             if tracked.salt is not None:
                 return None, False  # what the engine found locally was found without the salt
+        if self._is_refused(tracked):
+            # An engine fails a request only for a load that fails, so one token is promised.
+            tracked.record.refused = True
+            return 1, True
         if tracked.record.reason is not None:
             return 0, False
         if self._weights_changed:
@@ -196,6 +210,9 @@ class ReceiverScheduler:
         tracked = self._requests.get(request_id)
         if tracked is None:
             return
+        if tracked.record.refused:
+            self._refused.append(request_id)
+            return
         if external_tokens == 0:
             if tracked.record.reason is None and tracked.record.advertised_tokens == 0:
                 tracked.record.local_tokens = tracked.num_tokens
@@ -219,11 +236,16 @@ class ReceiverScheduler:
             )
         )
 
-    def take_jobs(self) -> tuple[list[LoadJob], list[str]]:
-        """Loads to start in this step, and requests whose loads are to be given up."""
-        jobs, dropped = self._jobs, self._dropped
-        self._jobs, self._dropped = [], []
-        return jobs, dropped
+    def take_jobs(self) -> StepJobs:
+        """Loads to start in this step, requests whose loads are to be given up, and refusals."""
+        jobs = StepJobs(loads=self._jobs, dropped=self._dropped, refused=self._refused)
+        self._jobs, self._dropped, self._refused = [], [], []
+        return jobs
+
+    def refuses(self, request_id: str) -> bool:
+        """Whether it is known already that the request ends in an error."""
+        tracked = self._requests.get(request_id)
+        return tracked is not None and tracked.lookup is None and self._is_refused(tracked)
 
     def take_suffixes(self, scheduled: Iterable[str]) -> list[str]:
         """Of the requests in this step, those behind a load that they waited for, each once."""
@@ -244,6 +266,11 @@ class ReceiverScheduler:
         self._judge(report.reason)
         if (ended := self._ended_loading.pop(request_id, None)) is not None:
             ended.record.report = ended.record.report.merge(report)
+            if report.reason is not None and ended.record.reason is None:
+                ended.record.reason = report.reason
+                ended.record.advertised_tokens = 0
+                is_failure = report.reason != Fallback.ABORTED
+                ended.record.refused = self.rules.own_tokens is not None and is_failure
             self._on_record(ended.record)
             return False
         tracked = self._requests.get(request_id)
@@ -269,10 +296,11 @@ class ReceiverScheduler:
         if ended is not None:
             self._on_record(ended.record)
 
-    def finish(self, request_id: str, is_aborted: bool = False) -> None:
-        """The request ended.
+    def finish(self, request_id: str, is_aborted: bool = False, is_failed: bool = False) -> None:
+        """The request ended: answered, aborted by its client, or failed by the engine.
 
-        One that needs a single step ends before its last report arrives, and is recorded then.
+        One that needs a single step, or whose load failed and which the engine does not prefill
+        then, ends before its last report arrives, and is recorded then.
         """
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
@@ -284,6 +312,8 @@ class ReceiverScheduler:
         is_loading = self._let_go(tracked)
         if not is_aborted and (is_loading or tracked.suffix == "passing"):
             self._ended_loading[request_id] = tracked
+            if is_failed:  # for another reason maybe, so that its load still goes on
+                self._dropped.append(request_id)
             return
         if is_loading:
             self._dropped.append(request_id)
@@ -340,6 +370,15 @@ class ReceiverScheduler:
             return Fallback.STORE_RESTING
         return None
 
+    def _is_refused(self, tracked: _Tracked) -> bool:
+        reason = tracked.record.reason
+        return (
+            self.rules.own_tokens is not None
+            and tracked.may_be_refused
+            and reason is not None
+            and reason not in _BY_CHOICE
+        )
+
     def _plan_obstacle(self, plan: ReusePlan) -> Fallback | None:
         if plan.num_recomputed == self.rules.num_layers:
             return Fallback.FULL_PREFILL
@@ -374,7 +413,11 @@ class ReceiverScheduler:
             if reason := self._plan_obstacle(plan):
                 return found(plan, covered, reason)
         covered = coverage(self._store, keys, plan, self.rules.num_layers, deadline)
-        return found(plan, covered, None if covered else Fallback.NOT_COVERED)
+        if covered == 0:
+            return found(plan, covered, Fallback.NOT_COVERED)
+        own_tokens = len(tokens) - reusable_tokens(len(tokens), covered, chunk)
+        is_too_short = self.rules.own_tokens is not None and own_tokens > self.rules.own_tokens
+        return found(plan, covered, Fallback.PARTLY_COVERED if is_too_short else None)
 
     def _settle(self, tracked: _Tracked, set_salt: Salter, patience_seconds: float) -> bool:
         """Take the lookup's result if it is there, or give up; False = neither yet."""

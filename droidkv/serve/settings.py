@@ -25,6 +25,8 @@ Role = Literal["sender", "receiver"]
 ROLES: tuple[Role, ...] = get_args(Role)
 LoadMode = Literal["sync", "async"]
 LOAD_MODES: tuple[LoadMode, ...] = get_args(LoadMode)
+OnMiss = Literal["own", "error"]
+ON_MISS: tuple[OnMiss, ...] = get_args(OnMiss)
 DEFAULT_CHUNK_TOKENS = 256
 
 
@@ -52,6 +54,11 @@ class ServeSettings:
         load_seconds: Receiver: longest time one load may take.
         lookup_seconds: Receiver: longest time the store may take to say what it has.
         tokens_per_step: Receiver: most prefix tokens recomputed in one engine step.
+        on_miss: Receiver: what becomes of a request that cannot reuse: `own` = the receiver's own
+            prefill, `error` = it ends in an error. None = `error` if the profile has another model
+            as reference, since such a receiver was trained to read the sender's KV; else `own`.
+        own_tokens: Receiver, with `error`: longest end of a prompt that it may compute itself. None
+            = one chunk more than the longest suffix that the profile measured.
         content_hash: Take models' identities by content; False = by file sizes and times.
         audit: File that gets one JSON line per request.
         timeline: Receiver: audit lines hold each load's timeline.
@@ -74,6 +81,8 @@ class ServeSettings:
     load_seconds: float = 30.0
     lookup_seconds: float = 2.0
     tokens_per_step: int = 4096
+    on_miss: OnMiss | None = None
+    own_tokens: int | None = None
     content_hash: bool = True
     audit: str | None = None
     timeline: bool = False
@@ -104,6 +113,8 @@ class ServeSettings:
             load_seconds=fields.take("load_seconds", float, cls.load_seconds, minimum=0.001),
             lookup_seconds=fields.take("lookup_seconds", float, cls.lookup_seconds, minimum=0.001),
             tokens_per_step=fields.take("tokens_per_step", int, cls.tokens_per_step, minimum=1),
+            on_miss=fields.optional("on_miss", str, choices=ON_MISS),  # type: ignore[arg-type]
+            own_tokens=fields.optional("own_tokens", int, minimum=1),
             content_hash=fields.take("content_hash", bool, True),
             audit=fields.optional("audit", str),
             timeline=fields.take("timeline", bool, False),
@@ -159,6 +170,11 @@ class ReceiverPair:
     sender: Fingerprint
     evidence: Evidence | None
     stitch: StitchMap | None
+
+    @property
+    def profile(self) -> Profile | None:
+        """The measurements that plans are picked from, if there are any."""
+        return None if self.evidence is None else self.evidence.profile
 
 
 def receiver_pair(
@@ -250,6 +266,54 @@ def _require_same_cache(sender: Fingerprint, receiver: Fingerprint) -> None:
         theirs="the receiver's",
         way_out="serve both with one dtype, one tensor-parallel size and one context scaling",
     )
+
+
+def own_tokens_limit(settings: ServeSettings, profile: Profile | None) -> int | None:
+    """Longest end of a prompt that a receiver may compute itself; more ends in an error.
+
+    Args:
+        settings: The receiver's.
+        profile: The pair's.
+
+    Returns:
+        None = any: the receiver's own prefill is a way out.
+
+    Raises:
+        ServeError: A limit that nothing could keep, or that would not be kept.
+    """
+    if _on_miss(settings, profile) == "own":
+        if settings.own_tokens is not None:
+            raise ServeError(
+                "expected on_miss = 'error' beside own_tokens, got 'own', with which a receiver "
+                "computes any prompt itself; leave own_tokens out"
+            )
+        return None
+    if settings.own_tokens is None:
+        suffixes = [] if profile is None else [item.suffix_tokens for item in profile.items]
+        return settings.chunk_tokens + max(suffixes, default=0)
+    if settings.own_tokens < settings.chunk_tokens:
+        raise ServeError(
+            f"expected own_tokens of a chunk ({settings.chunk_tokens} tokens) or more, got "
+            f"{settings.own_tokens}: only whole chunks are reused, and never a prompt's last token"
+        )
+    return settings.own_tokens
+
+
+def with_miss_policy(settings: ServeSettings) -> ServeSettings:
+    """A receiver's settings that say what becomes of a miss, as its profile has it.
+
+    Raises:
+        ProfileError: The profile is damaged.
+    """
+    if settings.role == "sender" or settings.on_miss is not None or not settings.profiles:
+        return settings
+    return replace(settings, on_miss=_on_miss(settings, read_profile(settings.profiles[0])))
+
+
+def _on_miss(settings: ServeSettings, profile: Profile | None) -> OnMiss:
+    if settings.on_miss is not None:
+        return settings.on_miss
+    return "own" if profile is None or profile.reference is None else "error"
 
 
 def plan_chooser(

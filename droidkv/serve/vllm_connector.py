@@ -5,6 +5,9 @@
      "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
      "kv_connector_extra_config": {see droidkv.serve.settings.ServeSettings}}
 
+With `on_miss` = `error`, as for receivers that were trained to read the sender's KV, the policy
+is `fail`: requests that cannot reuse are made to wait for a load, which then fails.
+
 This is the only file that knows vLLM's connector interface. Everything heavy is imported when a
 connector is made, since vLLM imports this module while it still builds its configuration.
 """
@@ -144,15 +147,8 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return None if stats.is_empty() else stats
 
     def _on_record(self, record: AuditRecord) -> None:
-        table = record.to_json()
-        if self._setup.settings.audit is not None:
-            try:
-                with Path(self._setup.settings.audit).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(table, allow_nan=False) + "\n")
-            except OSError as error:  # a full disk is no reason to stop serving
-                _LOG.warning("the audit line of %s is lost: %s", record.request_id, error)
-        del table["spans"]
-        self._ended.append(table)
+        audit = self._setup.settings.audit
+        self._ended.append(append_record(None if audit is None else Path(audit), record))
 
     # Scheduler side.
 
@@ -161,8 +157,11 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._is_sender:
             self._sender_scheduler.admit(_view(request, _sender_obstacle(request)))
         else:
-            view = _view(request, _receiver_obstacle(request))
+            view = _view(request, reader_obstacle(request))
             self._receiver_scheduler.admit(view, _salter(request))
+            if self._receiver_scheduler.refuses(request.request_id):
+                # Else vLLM would not ask for tokens, and answer it.
+                request.skip_reading_prefix_cache = False
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -184,9 +183,11 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._is_sender:
             saves = self._sender_scheduler.step(_scheduled(scheduler_output))
             return DroidKVMetadata(StepJobs(saves=saves))
-        loads, dropped = self._receiver_scheduler.take_jobs()
-        suffixes = self._receiver_scheduler.take_suffixes(scheduler_output.num_scheduled_tokens)
-        return DroidKVMetadata(StepJobs(loads=loads, dropped=dropped, suffixes=suffixes))
+        jobs = self._receiver_scheduler.take_jobs()
+        jobs.suffixes = self._receiver_scheduler.take_suffixes(
+            scheduler_output.num_scheduled_tokens
+        )
+        return DroidKVMetadata(jobs)
 
     def update_connector_output(self, connector_output: Any) -> None:
         reported = connector_output.kv_connector_worker_meta
@@ -209,8 +210,10 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._is_sender:
             self._sender_scheduler.finish(request.request_id)
         else:
-            is_aborted = request.get_finished_reason() in (FinishReason.ABORT, FinishReason.ERROR)
-            self._receiver_scheduler.finish(request.request_id, is_aborted)
+            how = request.get_finished_reason()
+            self._receiver_scheduler.finish(
+                request.request_id, how == FinishReason.ABORT, how == FinishReason.ERROR
+            )
         return False, None
 
     # Worker side.
@@ -235,7 +238,7 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         jobs = self._get_connector_metadata().jobs
         self._is_idle = not forward_context.attn_metadata
         if self._receiver is not None:
-            self._receiver.start(jobs.loads, jobs.dropped)
+            self._receiver.start(jobs.loads, jobs.dropped, jobs.refused)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self._model is None:
@@ -289,6 +292,21 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
             release_store(self._setup.settings.store)
 
 
+def append_record(audit: Path | None, record: AuditRecord) -> dict[str, Any]:
+    """Write a request's audit line, if there is a file for it; returns what metrics need of it."""
+    table = record.to_json()
+    if record.refused:
+        _LOG.warning("request %s is refused: %s", record.request_id, record.reason)
+    if audit is not None:
+        try:
+            with audit.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(table, allow_nan=False) + "\n")
+        except OSError as error:  # a full disk is no reason to stop serving
+            _LOG.warning("the audit line of %s is lost: %s", record.request_id, error)
+    del table["spans"]
+    return table
+
+
 def _view(request: Any, obstacle: Fallback | None) -> RequestView:
     return RequestView(
         request.request_id,
@@ -301,8 +319,10 @@ def _view(request: Any, obstacle: Fallback | None) -> RequestView:
 
 def _sender_obstacle(request: Any) -> Fallback | None:
     """Why what the sender computes for a request is not this model's cache of these tokens."""
-    if request.lora_request is not None:
-        return Fallback.LORA
+    return Fallback.LORA if request.lora_request is not None else _input_obstacle(request)
+
+
+def _input_obstacle(request: Any) -> Fallback | None:
     if request.mm_features:
         return Fallback.MULTIMODAL
     if request.prompt_embeds is not None:
@@ -310,8 +330,9 @@ def _sender_obstacle(request: Any) -> Fallback | None:
     return Fallback.STREAMED_INPUT if request.resumable else None
 
 
-def _receiver_obstacle(request: Any) -> Fallback | None:
-    if (reason := _sender_obstacle(request)) is not None:
+def reader_obstacle(request: Any) -> Fallback | None:
+    """Why a request cannot be answered behind KV that it did not compute."""
+    if (reason := _input_obstacle(request)) is not None:
         return reason
     if request.pooling_params is not None:
         return Fallback.POOLING

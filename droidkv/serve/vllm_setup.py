@@ -23,6 +23,7 @@ from droidkv.serve.settings import (
     ReceiverPair,
     ServeSettings,
     needed_hidden_layers,
+    own_tokens_limit,
     plan_chooser,
     receiver_pair,
 )
@@ -83,6 +84,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup:
         pair = receiver_pair(
             settings, identity, lambda name: _identify(vllm_config, settings, name)
         )
+        check_failure_policy(vllm_config, own_tokens_limit(settings, pair.profile))
     store = open_store(settings.store, settings.chunk_tokens)
     return Setup(vllm_config, spec, settings, store, identity, pair, hidden_layers)
 
@@ -98,12 +100,6 @@ def check_engine(vllm_config: Any, settings: ServeSettings) -> None:
     if settings.role == "sender":
         return
     refuse_set("lora_config", vllm_config.lora_config, "LoRA in a receiver's engine")
-    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
-    if policy != "recompute":
-        raise ServeError(
-            f"expected kv_load_failure_policy 'recompute' in --kv-transfer-config, got {policy!r}, "
-            "with which a request whose load fails would be answered by an error"
-        )
     if settings.load == "sync" and vllm_config.scheduler_config.async_scheduling:
         raise ServeError(
             "expected --no-async-scheduling with load = 'sync', got asynchronous scheduling, which "
@@ -153,6 +149,22 @@ def check_common(vllm_config: Any, architectures: Iterable[str]) -> None:
         )
 
 
+def check_failure_policy(vllm_config: Any, own_tokens: int | None) -> None:
+    """Refuse a policy by which a failed load would have another end than a miss.
+
+    Raises:
+        ServeError: Names the policy and what it has to be.
+    """
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    wanted = "recompute" if own_tokens is None else "fail"
+    if policy != wanted:
+        end = "the receiver's own prefill" if policy == "recompute" else "an error"
+        raise ServeError(
+            f"expected kv_load_failure_policy {wanted!r} in --kv-transfer-config, got {policy!r}, "
+            f"with which a request whose load fails would be answered by {end}; see on_miss"
+        )
+
+
 def check_cache(kv_cache_config: Any) -> Any:
     """The specification of the one group of layers with full attention.
 
@@ -186,6 +198,7 @@ def receiver_scheduler(setup: Setup, on_record: Callable[[AuditRecord], None]) -
         asynchronous=settings.load == "async",
         tokens_per_step=settings.tokens_per_step,
         timeline=settings.timeline,
+        own_tokens=own_tokens_limit(settings, setup.pair.profile),
     )
     return ReceiverScheduler(rules, setup.store, on_record)
 

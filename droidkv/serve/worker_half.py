@@ -405,6 +405,7 @@ class ReceiverWorker:
         self._suffixes: dict[str, list[Span]] = {}
         self._passing: list[Timeline] = []
         self._waiting: dict[str, Load] = {}
+        self._refused: list[str] = []
         self._pool = ThreadPoolExecutor(_LOAD_THREADS, thread_name_prefix="droidkv-load")
 
     def begin_step(self, suffixes: Iterable[str]) -> None:
@@ -412,12 +413,18 @@ class ReceiverWorker:
         self._suffixes = {request_id: [] for request_id in suffixes}
         self._passing = [Timeline(spans, is_kept=True) for spans in self._suffixes.values()]
 
-    def start(self, jobs: Sequence[LoadJob], dropped: Iterable[str] = ()) -> None:
+    def start(
+        self,
+        jobs: Sequence[LoadJob],
+        dropped: Iterable[str] = (),
+        refused: Iterable[str] = (),
+    ) -> None:
         """Start loads, and recompute what this step needs.
 
         Before the forward pass if the step needs any of these loads, else behind it.
         """
         self._now = []
+        self._refused.extend(refused)
         is_refused = bool(jobs) and self._model.weights_changed()
         for job in jobs:
             keys = chunk_keys(self._namespace, job.token_ids, self._store.chunk_tokens)
@@ -460,7 +467,10 @@ class ReceiverWorker:
         """
         for timeline in self._passing:
             timeline.end()
-        result = StepResult(suffixes=self._suffixes)
+        result = StepResult(
+            finished=set(self._refused), failed=set(self._refused), suffixes=self._suffixes
+        )
+        self._refused = []
         self._suffixes, self._passing = {}, []
         for load in self._now:
             load.wait_until_done()

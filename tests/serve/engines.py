@@ -72,7 +72,7 @@ class Models:
     folder: Path
     sender: LoadedModel
     receiver: LoadedModel
-    stitch: StitchMap
+    stitch: StitchMap | None
 
 
 def make_models(folder: Path, architecture: str = "llama") -> Models:
@@ -97,6 +97,7 @@ def with_map(folder: Path, sender: LoadedModel, receiver: LoadedModel) -> Models
 
 def connector(folder: Path, role: str, store: str, **extra: Any) -> dict[str, Any]:
     """The `kv_transfer_config` of a role in the pair of `make_models`."""
+    fails = extra.get("on_miss") == "error"
     table: dict[str, Any] = {"role": role, "store": store, "chunk_tokens": CHUNK}
     if role == "sender":
         table["hidden_layers"] = list(range(1, LAYERS))
@@ -114,7 +115,7 @@ def connector(folder: Path, role: str, store: str, **extra: Any) -> dict[str, An
         "kv_connector": "DroidKVConnector",
         "kv_connector_module_path": "droidkv.serve.vllm_connector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
+        "kv_load_failure_policy": "fail" if fails else "recompute",
         "kv_connector_extra_config": {
             **table,
             "audit": str(folder / f"{role}.jsonl"),
@@ -218,14 +219,19 @@ class Engine:
 
     def stop(self) -> None:
         """Let go of everything, so that the next engine can start in this process."""
-        from vllm.distributed import cleanup_dist_env_and_memory
-        from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
-
         self.llm.llm_engine.engine_core.shutdown()
-        ensure_kv_transfer_shutdown()
         del self.llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+        clean_up()
+
+
+def clean_up() -> None:
+    """What an engine that was shut down leaves in this process."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
+    gc.collect()
+    cleanup_dist_env_and_memory()
 
 
 def sampling_params(plan: str | None, new: int, **sampling: Any) -> Any:

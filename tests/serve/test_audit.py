@@ -41,7 +41,8 @@ FAILED = AuditRecord(
     reason=Fallback.LOAD_TIMEOUT,
 )
 SHORT = AuditRecord("cmpl-4", reason=Fallback.TOO_SHORT)
-RECORDS = [REUSED, NAIVE, FAILED, SHORT]
+REFUSED = AuditRecord("cmpl-5", reason=Fallback.TOO_SHORT, refused=True)
+RECORDS = [REUSED, NAIVE, FAILED, SHORT, REFUSED]
 
 
 def write(path: Path, *lines: str) -> Path:
@@ -79,6 +80,12 @@ def test_a_broken_line_is_named(broken: str, tmp_path: Path) -> None:
         read_audit(path)
 
 
+def test_lines_of_servers_that_refused_nothing_are_read(tmp_path: Path) -> None:
+    older = line(SHORT).replace(', "refused": false', "")
+    assert older != line(SHORT)
+    assert read_audit(write(tmp_path / "audit.jsonl", older)) == [SHORT]
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"none\.jsonl"):
         read_audit(tmp_path / "none.jsonl")
@@ -90,6 +97,7 @@ def test_groups_by_outcome_and_plan() -> None:
         "reused": 2,
         "load_timeout": 1,
         "too_short": 1,
+        "refused: too_short": 1,
     }
     assert outcomes["reused"].loaded_bytes == 3000
     assert outcomes["reused"].recomputed_tokens == 256
@@ -134,7 +142,7 @@ def test_metrics_count_what_happened() -> None:
         assert (each.label is None) == (METRICS[each.metric].label is None)
         assert each.amount >= 0
     requests = [each.label for each in seen if each.metric == "droidkv_requests"]
-    assert requests == ["reused", "reused", "load_timeout", "too_short"]
+    assert requests == ["reused", "reused", "load_timeout", "too_short", "refused: too_short"]
     assert [each.label for each in seen if each.metric == "droidkv_plans"] == ["[2,4)", "[0,0)"]
     waits = [each.amount for each in seen if each.metric == "droidkv_wait_seconds"]
     assert waits == [0.25, 0.5, 2.0]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,12 @@ def test_only_a_synchronous_receiver_gives_up_asynchronous_scheduling() -> None:
     assert flag not in launch(SENDER, FOLDER, "float32").command
     assert launch(RECEIVER, FOLDER, "float32").environment["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert "VLLM_USE_V2_MODEL_RUNNER" not in launch(SENDER, FOLDER, "float32").environment
+
+
+def test_what_becomes_of_a_failed_load_is_what_becomes_of_a_miss() -> None:
+    for on_miss, policy in ((None, "recompute"), ("own", "recompute"), ("error", "fail")):
+        config = transfer_config(replace(RECEIVER, on_miss=on_miss))
+        assert config["kv_load_failure_policy"] == policy
 
 
 def test_flags_pass_through_untouched_and_last() -> None:

@@ -10,7 +10,14 @@ import torch
 
 from droidkv.plan import ReusePlan
 from droidkv.serve.breaker import LONGEST_REST_SECONDS, MOST_FAILURES, REST_SECONDS, Breaker
-from droidkv.serve.connector_plan import AuditRecord, Fallback, LoadReport, RequestView, Span
+from droidkv.serve.connector_plan import (
+    AuditRecord,
+    Fallback,
+    LoadReport,
+    RequestView,
+    Span,
+    StepJobs,
+)
 from droidkv.serve.objects import ObjectName
 from droidkv.serve.scheduler_half import (
     PlanChooser,
@@ -74,6 +81,15 @@ class Engine:
     def match(self, request_id: str = "r", local: int = 0) -> tuple[int | None, bool]:
         return self.half.match(request_id, local, self.salter(request_id))
 
+    def refusal(self, request_id: str = "r") -> tuple[bool, Fallback | None]:
+        """As the engine does it: a load that fails, the request failed, then the report."""
+        assert self.match(request_id) == (1, True)
+        self.half.allocate(request_id, BLOCKS[:1], 1)
+        assert self.half.take_jobs() == StepJobs(refused=[request_id])
+        self.half.finish(request_id, is_failed=True)
+        assert not self.half.report(request_id, LoadReport(), self.salter(request_id))
+        return self.records[-1].refused, self.records[-1].reason
+
     def reason(self, request_id: str = "r", is_aborted: bool = False) -> Fallback | None:
         self.half.finish(request_id, is_aborted)
         return self.records[-1].reason
@@ -100,6 +116,7 @@ def engine_of() -> Iterator[Callable[..., Engine]]:
         tokens_per_step: int = 1000,
         load_seconds: float = 30.0,
         timeline: bool = False,
+        own_tokens: int | None = None,
     ) -> Engine:
         store, records = SlowStore(), list[AuditRecord]()
         fill(store, 4, 4)
@@ -113,6 +130,7 @@ def engine_of() -> Iterator[Callable[..., Engine]]:
             asynchronous=asynchronous,
             tokens_per_step=tokens_per_step,
             timeline=timeline,
+            own_tokens=own_tokens,
         )
         engine = Engine(store, ReceiverScheduler(rules, store, records.append), records)
         made.append(engine)
@@ -134,13 +152,13 @@ def test_a_covered_request_is_promised_its_prefix(engine_of: EngineOf) -> None:
     assert salt is not None and salt.startswith("droidkv:")
     # Asked again and again while the request waits: the same answer, and no side effect.
     assert [engine.match() for _ in range(50)] == [(32, False)] * 50
-    assert engine.half.take_jobs() == ([], [])
+    assert engine.half.take_jobs() == StepJobs()
     engine.half.allocate("r", BLOCKS, 32)
-    (job,), _ = engine.half.take_jobs()
+    (job,) = engine.half.take_jobs().loads
     assert (job.start, job.stop, job.block_ids) == (0, 32, BLOCKS)
     assert job.token_ids == tuple(TOKENS[:32])
     assert job.plan == ReusePlan.of(2, 4)
-    assert engine.half.take_jobs() == ([], [])
+    assert engine.half.take_jobs() == StepJobs()
     assert not engine.half.report("r", LoadReport(loaded_bytes=7), engine.salter("r"))
     assert engine.salts["r"] == salt
     assert engine.reason() is None
@@ -182,7 +200,7 @@ def test_a_request_that_ends_in_the_step_of_its_load_is_recorded_with_its_report
     (record,) = engine.records
     assert (record.reason, record.advertised_tokens, record.report.loaded_bytes) == (None, 32, 7)
     assert engine.salts["r"] == salt
-    assert engine.half.take_jobs() == ([], [])
+    assert engine.half.take_jobs() == StepJobs()
     engine.admit("next")  # and the next one with this prefix need not wait for it
     assert engine.match("next") == (32, False)
 
@@ -192,7 +210,7 @@ def test_a_request_with_blocks_that_others_read_waits(engine_of: EngineOf) -> No
     engine.admit()
     assert engine.match(local=16) == (16, True)
     engine.half.allocate("r", BLOCKS, 16)
-    (job,), _ = engine.half.take_jobs()
+    (job,) = engine.half.take_jobs().loads
     assert (job.start, job.asynchronous) == (16, True)
 
 
@@ -351,11 +369,79 @@ def test_an_aborted_request_leaves_nothing_behind(engine_of: EngineOf) -> None:
     engine.match("first")
     engine.half.allocate("first", BLOCKS, 32)
     assert engine.reason("first", is_aborted=True) == Fallback.ABORTED
-    jobs, dropped = engine.half.take_jobs()
-    assert [job.request_id for job in jobs] == dropped == ["first"]
+    jobs = engine.half.take_jobs()
+    assert [job.request_id for job in jobs.loads] == jobs.dropped == ["first"]
     assert engine.match("second") == (32, True)
     assert engine.match("first") == (0, False)
     assert not engine.half.report("first", LoadReport(), engine.salter("first"))
+
+
+def test_without_an_own_prefill_a_miss_is_refused(engine_of: EngineOf) -> None:
+    engine = engine_of(own_tokens=20, choose=lambda prefix, suffix: ReusePlan.of(0, 0))
+    stranger = RequestView("stranger", TOKENS[::-1])
+    engine.half.admit(stranger, engine.salter("stranger"))
+    assert engine.refusal("stranger") == (True, Fallback.NOT_COVERED)
+    engine.admit("short", num_tokens=8)
+    assert engine.refusal("short") == (True, Fallback.TOO_SHORT)
+    engine.admit("wrong", plan="[2,9)")
+    assert engine.refusal("wrong") == (True, Fallback.BAD_PLAN)
+    engine.admit("logprobs", obstacle=Fallback.PROMPT_LOGPROBS)
+    assert engine.half.refuses("logprobs")
+    assert engine.refusal("logprobs") == (True, Fallback.PROMPT_LOGPROBS)
+    engine.store.error = ConnectionError("gone")
+    engine.admit("down")
+    assert engine.refusal("down") == (True, Fallback.LOOKUP_BACKEND_DOWN)
+
+
+def test_nor_may_it_compute_more_of_a_prompt_than_its_limit(engine_of: EngineOf) -> None:
+    engine = engine_of(own_tokens=20)
+    for request_id, own, is_refused in (("fits", 20, False), ("long", 21, True)):
+        view = RequestView(request_id, [*TOKENS[:32], *range(own)], {"droidkv": {"plan": "[0,0)"}})
+        engine.half.admit(view, engine.salter(request_id))
+        assert engine.match(request_id) == ((1, True) if is_refused else (32, False))
+    assert engine.refusal("long") == (True, Fallback.PARTLY_COVERED)
+
+
+def test_the_own_prefill_by_choice_is_not_refused(engine_of: EngineOf) -> None:
+    engine = engine_of(own_tokens=20, choose=lambda prefix, suffix: None)
+    params = {"droidkv": {"reuse": False}}
+    engine.half.admit(RequestView("r", TOKENS, params), engine.salter("r"))
+    assert engine.match() == (0, False)
+    assert engine.reason() == Fallback.OPTED_OUT
+    for plan, reason in ((None, Fallback.NOT_CHOSEN), ("all", Fallback.FULL_PREFILL)):
+        engine.admit(plan=plan)
+        assert engine.match() == (0, False)
+        assert engine.reason() == reason
+    assert not any(record.refused for record in engine.records)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_failed_load_that_the_engine_does_not_prefill_is_recorded_as_refused(
+    engine_of: EngineOf, asynchronous: bool
+) -> None:
+    engine = engine_of(own_tokens=20, asynchronous=asynchronous)
+    engine.admit()
+    assert engine.match() == (32, asynchronous)
+    engine.half.allocate("r", BLOCKS, 32)
+    engine.half.take_jobs()
+    engine.half.finish("r", is_failed=True)
+    assert engine.records == []
+    engine.half.report("r", LoadReport(reason=Fallback.LOAD_CORRUPT), engine.salter("r"))
+    (record,) = engine.records
+    assert (record.refused, record.reason) == (True, Fallback.LOAD_CORRUPT)
+    assert record.advertised_tokens == 0
+
+
+def test_a_request_that_fails_for_another_reason_gives_up_its_load(engine_of: EngineOf) -> None:
+    engine = engine_of(own_tokens=20, asynchronous=True)
+    engine.admit()
+    engine.match()
+    engine.half.allocate("r", BLOCKS, 32)
+    engine.half.take_jobs()
+    engine.half.finish("r", is_failed=True)
+    assert engine.half.take_jobs() == StepJobs(dropped=["r"])
+    engine.half.report("r", LoadReport(reason=Fallback.ABORTED), engine.salter("r"))
+    assert (engine.records[0].refused, engine.records[0].reason) == (False, Fallback.ABORTED)
 
 
 def test_a_preempted_request_is_promised_the_same_again(engine_of: EngineOf) -> None:
@@ -364,7 +450,7 @@ def test_a_preempted_request_is_promised_the_same_again(engine_of: EngineOf) -> 
     for blocks in (BLOCKS, BLOCKS[::-1]):
         assert engine.match() == (32, False)
         engine.half.allocate("r", blocks, 32)
-        (job,), _ = engine.half.take_jobs()
+        (job,) = engine.half.take_jobs().loads
         assert job.block_ids == blocks
         engine.half.report("r", LoadReport(), engine.salter("r"))
 

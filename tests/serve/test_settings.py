@@ -14,14 +14,16 @@ from droidkv.errors import CalibrationError, IdentityError, PlanError, ServeErro
 from droidkv.identity import Fingerprint
 from droidkv.jsonio import write_json
 from droidkv.plan import ReusePlan
-from droidkv.profile import Profile, write_profile
+from droidkv.profile import ModelRecord, Profile, write_profile
 from droidkv.records import StitchRecord
 from droidkv.serve.settings import (
     ReceiverPair,
     ServeSettings,
     needed_hidden_layers,
+    own_tokens_limit,
     plan_chooser,
     receiver_pair,
+    with_miss_policy,
 )
 from droidkv.stitch import StitchMap
 
@@ -62,6 +64,8 @@ def test_defaults() -> None:
         ({"profiles": "x.json"}, "profiles"),
         ({"profiles": ["a.json", "b.json"]}, "one profile"),
         ({"load_seconds": 0}, "load_seconds"),
+        ({"on_miss": "wait"}, "on_miss"),
+        ({"own_tokens": 0}, "own_tokens"),
     ],
 )
 def test_a_mistake_is_named(table: dict[str, Any], named: str) -> None:
@@ -233,3 +237,24 @@ def test_a_fixed_plan_wins_and_is_checked() -> None:
     assert choose(1, 1) == ReusePlan.of(1, 3)
     with pytest.raises(PlanError):
         plan_chooser(settings(plan="[1,9)"), pair, 4)
+
+
+def test_a_receiver_trained_on_the_senders_kv_has_no_own_prefill(tmp_path: Path) -> None:
+    trained = made_profiles.profile(
+        stitch=None, reference=ModelRecord("fine-tune", made_profiles.fingerprint(12))
+    )
+    write_profile(tmp_path / "trained.json", trained)
+    suffix = max(item.suffix_tokens for item in trained.items)
+    asked = settings(profiles=[str(tmp_path / "trained.json")], chunk_tokens=16)
+    assert with_miss_policy(asked).on_miss == "error"
+    assert own_tokens_limit(asked, trained) == 16 + suffix
+    assert own_tokens_limit(replace(asked, own_tokens=40), trained) == 40
+    assert own_tokens_limit(replace(asked, on_miss="own"), trained) is None
+    usual = settings(profiles=[profile_file(tmp_path)])
+    assert with_miss_policy(usual).on_miss == "own"
+    assert own_tokens_limit(usual, made_profiles.profile()) is None
+    assert own_tokens_limit(replace(usual, on_miss="error"), None) == usual.chunk_tokens
+    with pytest.raises(ServeError, match="a chunk"):
+        own_tokens_limit(replace(asked, own_tokens=15), trained)
+    with pytest.raises(ServeError, match="on_miss = 'error'"):
+        own_tokens_limit(replace(usual, own_tokens=300), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,6 @@ def check(
     from droidkv.serve.vllm_setup import check_engine
 
     transfer = connector(folder, role, "memory://refused", **extra)
-    transfer |= options.pop("kv_transfer_config", {})
     arguments = {**OPTIONS, **options, "model": str(model or folder / role)}
     config = vllm.EngineArgs(kv_transfer_config=transfer, **arguments).create_engine_config()
     # vLLM turns it off on a CPU, whatever it is told.
@@ -62,7 +62,6 @@ def test_the_engines_of_the_other_tests_are_not_refused(models: Models) -> None:
         ),
         ("receiver", {"async_scheduling": True}, "no-async-scheduling"),
         ("receiver", {"enable_lora": True}, "LoRA"),
-        ("receiver", {"kv_transfer_config": {"kv_load_failure_policy": "fail"}}, "recompute"),
     ],
 )
 def test_what_was_never_tested_is_refused_by_name(
@@ -70,6 +69,15 @@ def test_what_was_never_tested_is_refused_by_name(
 ) -> None:
     with pytest.raises(ServeError, match=named):
         check(models.folder, role, dict(options))
+
+
+@pytest.mark.parametrize(("own_tokens", "policy"), [(None, "fail"), (300, "recompute")])
+def test_a_failed_load_has_no_other_end_than_a_miss(own_tokens: int | None, policy: str) -> None:
+    from droidkv.serve.vllm_setup import check_failure_policy
+
+    config = vllm.config.KVTransferConfig(kv_load_failure_policy=policy)
+    with pytest.raises(ServeError, match=f"got '{policy}'.*on_miss"):
+        check_failure_policy(SimpleNamespace(kv_transfer_config=config), own_tokens)
 
 
 @pytest.mark.parametrize("role", ROLES)

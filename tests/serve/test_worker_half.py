@@ -321,6 +321,17 @@ def test_an_aborted_request_is_let_go(
     assert result.reports["r"].reason == Fallback.ABORTED
 
 
+def test_a_refused_request_is_told_that_its_load_failed_once(
+    engine: FakePagedModel, store: FaultyStore, workers: list[ReceiverWorker]
+) -> None:
+    worker = ReceiverWorker(engine, store, NAMESPACE)
+    workers.append(worker)
+    worker.start([], refused=["r"])
+    assert worker.end_step() == StepResult(finished={"r"}, failed={"r"})
+    worker.start([])
+    assert worker.end_step() == StepResult()
+
+
 def test_a_sender_stores_what_a_receiver_can_load(workers: list[ReceiverWorker]) -> None:
     cache = captured(len(TOKENS))
     sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)

@@ -1,0 +1,66 @@
+"""A client's part in full share: where the base's KV is missing, have the base read the prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from droidkv.errors import RefusedError
+from droidkv.serve.http_client import Completion, complete
+
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model and where it is served.
+
+    Attributes:
+        url: The server's, such as `http://127.0.0.1:8000`.
+        model: A name it serves the model under.
+    """
+
+    url: str
+    model: str
+
+
+def complete_behind_base(
+    base: Served,
+    receiver: Served,
+    prompt_ids: Sequence[int],
+    max_tokens: int,
+    wait_seconds: float = 60.0,
+) -> Completion:
+    """Answer by a receiver that refuses what the base has not read.
+
+    The receiver is asked first. If it refuses, the base reads the prompt, of which it prefills only
+    what it has not read before, and the receiver is asked until what the base stored has arrived.
+
+    Args:
+        base: The base; with adapters in one engine at the receiver's address.
+        receiver: The model that was trained to read the base's KV.
+        prompt_ids: The prompt.
+        max_tokens: Most tokens of the answer.
+        wait_seconds: Longest time to ask again once the base has read the prompt.
+
+    Raises:
+        RefusedError: The receiver still refuses; its audit file has the reason.
+        ServeError: A server went away, or the request was wrong.
+    """
+    try:
+        return complete(receiver.url, receiver.model, prompt_ids, max_tokens)
+    except RefusedError:
+        complete(base.url, base.model, prompt_ids, max_tokens=1)
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            return complete(receiver.url, receiver.model, prompt_ids, max_tokens)
+        except RefusedError as cause:
+            if time.monotonic() > deadline:
+                raise RefusedError(
+                    f"expected {receiver.model} to answer {len(prompt_ids)} tokens once "
+                    f"{base.model} had read them, but it still refuses after {wait_seconds:g} s: "
+                    f"{cause}; the reason stands in its audit file"
+                ) from cause
+        time.sleep(_POLL_SECONDS)

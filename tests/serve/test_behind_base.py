@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from droidkv.errors import RefusedError, ServeError
+from droidkv.serve.behind_base import Served, complete_behind_base
+
+PROMPT = [1, 2, 3]
+
+
+class Servers:
+    """A base and a receiver at one address; the receiver refuses until the base has read.
+
+    Attributes:
+        asked: Models in the order they were asked, and for how many tokens.
+        refusals: How often the receiver refuses once the base has read.
+        in_stream: Whether it refuses in the middle of an answer.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+        self.refusals = 0
+        self.in_stream = False
+        self.status = 500
+        servers = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                servers.answer(self, body)
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+
+    def answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        has_read = ("base", 1) in self.asked
+        self.asked.append((body["model"], body["max_tokens"]))
+        is_refused = body["model"] != "base" and (not has_read or self.refusals > 0)
+        if is_refused and has_read:
+            self.refusals -= 1
+        error = {"error": {"message": "Internal server error", "code": self.status}}
+        handler.send_response(self.status if is_refused and not self.in_stream else 200)
+        handler.end_headers()
+        pieces: list[Any] = [{"id": "cmpl-1", "choices": [{"text": "yes"}]}]
+        for piece in [error] if is_refused else pieces:
+            handler.wfile.write(f"data: {json.dumps(piece)}\n\n".encode())
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def ask(self, wait_seconds: float = 20.0) -> str:
+        base, receiver = Served(self.url, "base"), Served(self.url, "tuned")
+        return complete_behind_base(base, receiver, PROMPT, 5, wait_seconds).text
+
+
+@pytest.fixture
+def servers() -> Iterator[Servers]:
+    made = Servers()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("in_stream", [False, True])
+def test_the_base_reads_what_the_receiver_refuses(servers: Servers, in_stream: bool) -> None:
+    servers.in_stream, servers.refusals = in_stream, 2
+    assert servers.ask() == "yes"
+    assert servers.asked == [("tuned", 5), ("base", 1), *[("tuned", 5)] * 3]
+    servers.asked.clear()
+    servers.asked.append(("base", 1))
+    assert servers.ask() == "yes"
+    assert servers.asked[1:] == [("tuned", 5)]  # the base is not asked for nothing
+
+
+def test_a_receiver_that_goes_on_refusing_is_given_up(servers: Servers) -> None:
+    servers.refusals = 1000
+    with pytest.raises(RefusedError, match="still refuses"):
+        servers.ask(wait_seconds=0.2)
+
+
+@pytest.mark.parametrize("in_stream", [False, True])
+def test_a_wrong_request_is_no_refusal(servers: Servers, in_stream: bool) -> None:
+    servers.status, servers.in_stream = 400, in_stream
+    with pytest.raises(ServeError) as raised:
+        servers.ask()
+    assert not isinstance(raised.value, RefusedError)
+    assert servers.asked == [("tuned", 5)]
