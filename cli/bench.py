@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .bench_memory import memory
 from .bench_ttft import ttft
 from .console import Console
 from .framework import Group
@@ -239,6 +240,7 @@ def icarus(
 
 
 bench.add_command(ttft)
+bench.add_command(memory)
 
 
 def _models(pair_name: str, dtype: str, device: str) -> tuple[LoadedModel, LoadedModel]:

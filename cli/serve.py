@@ -14,6 +14,7 @@ from .passed import PassingCommand, passed_arguments
 from .places import find_profile
 from .serve_demo import demo
 from .serve_icarus import icarus
+from .serve_prefillshare import prefillshare
 from .serve_purge import purge
 from .serve_start import dtype_option, print_option, start
 from .units import BANDWIDTH, SECONDS
@@ -248,6 +249,7 @@ def receiver(
 
 
 serve.add_command(icarus)
+serve.add_command(prefillshare)
 serve.add_command(demo)
 serve.add_command(purge)
 

@@ -10,7 +10,7 @@ the adapter's name in them where it has one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -83,6 +83,7 @@ class BasePrefixScheduler:
     Args:
         num_layers: Decoder layers of the base.
         block_tokens: Tokens of one block.
+        most_adapters: Requests of more adapters than that are refused.
         own_tokens: As in `BasePrefixSettings`.
         on_record: Called with the record of every adapter's request that ended.
     """
@@ -91,10 +92,13 @@ class BasePrefixScheduler:
         self,
         num_layers: int,
         block_tokens: int,
+        most_adapters: int,
         own_tokens: int | None,
         on_record: Callable[[AuditRecord], None],
     ) -> None:
         self._num_layers = num_layers
+        self._most_adapters = most_adapters
+        self._adapters: set[Hashable] = set()
         self._block_tokens = block_tokens
         self._own_tokens = block_tokens if own_tokens is None else own_tokens
         self._on_record = on_record
@@ -123,7 +127,9 @@ class BasePrefixScheduler:
         record = AuditRecord(request_id, prompt_tokens=prompt_tokens, plan=str(ReusePlan.of(0, 0)))
         tracked = _Tracked(request, record, 0)
         self._requests[request_id] = tracked
-        record.reason = self._wish(params) or obstacle
+        self._adapters.add(request.lora_request)
+        has_room = len(self._adapters) <= self._most_adapters
+        record.reason = (self._wish(params) or obstacle) if has_room else Fallback.LORA
         if record.reason is None:
             # The block that holds the last token is never found: a token has to be computed.
             tracked.base_blocks = max(prompt_tokens - 1, 0) // self._block_tokens

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from droidkv.encode import EncodedItem, encode_shared
-from droidkv.errors import ServeError
+from droidkv.errors import RefusedError, ServeError
 from droidkv.model_identity import load_tokenizer
 from droidkv.pair import ModelRef, Pair
 from droidkv.servable import servable_folder
@@ -210,7 +210,13 @@ class _Asker:
         give_up_at = time.monotonic() + _STORED_SECONDS
         wanted = len(item.prefix_ids) // chunk_tokens * chunk_tokens
         while True:
-            row = self.ask(item, max_tokens, "picked plan", None)
+            try:
+                row = self.ask(item, max_tokens, "picked plan", None)
+            except RefusedError:  # a receiver without an own prefill says no meanwhile
+                if time.monotonic() > give_up_at:
+                    raise
+                time.sleep(1.0)
+                continue
             if row["reason"] is None and row["advertised_tokens"] == wanted:
                 return
             is_early = row["reason"] in (None, "not_covered", "load_absent")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -42,8 +43,10 @@ class BasePrefixConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        from droidkv.serve.vllm_setup import check_cache
+        from droidkv.serve.vllm_models import ARCHITECTURES
+        from droidkv.serve.vllm_setup import check_cache, check_common
 
+        check_common(vllm_config, ARCHITECTURES)
         table = vllm_config.kv_transfer_config.kv_connector_extra_config
         settings = BasePrefixSettings.from_table(table)
         block_tokens = check_cache(kv_cache_config).block_size
@@ -53,7 +56,11 @@ class BasePrefixConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._failed: set[str] = set()
         num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
         self._scheduler = BasePrefixScheduler(
-            num_layers, block_tokens, settings.own_tokens, self._on_record
+            num_layers,
+            block_tokens,
+            vllm_config.lora_config.max_loras - 1,
+            settings.own_tokens,
+            self._on_record,
         )
 
     @property
@@ -144,9 +151,13 @@ def check_engine(vllm_config: Any, own_tokens: int | None, block_tokens: int) ->
         ServeError: Names the setting, what it is and what it has to be.
     """
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
-    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     wrong = [
         (vllm_config.lora_config is None, "--enable-lora, since modules are adapters of the base"),
+        (
+            envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING,
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING to be unset: one of vLLM's places for adapters has "
+            "to stay empty",
+        ),
         (
             not vllm_config.cache_config.enable_prefix_caching,
             "--enable-prefix-caching, by which adapters find the base's blocks",
@@ -161,11 +172,8 @@ def check_engine(vllm_config: Any, own_tokens: int | None, block_tokens: int) ->
             f"own_tokens of a block ({block_tokens} tokens) or more, got {own_tokens}: only whole "
             "blocks are found, and never a prompt's last token",
         ),
-        (
-            any(getattr(vllm_config.parallel_config, size) > 1 for size in sizes),
-            f"{', '.join(sizes)} = 1, since nothing else was tested",
-        ),
-        (vllm_config.speculative_config is not None, "no speculative decoding: never tested"),
     ]
+    if not wrong[0][0] and vllm_config.lora_config.max_loras < 2:
+        wrong.append((True, "--max-loras of one more than there are adapters, got 1"))
     if named := [wanted for is_wrong, wanted in wrong if is_wrong]:
         raise ServeError(f"expected {named[0]}")

@@ -26,7 +26,11 @@ def held_blocks(llm: Any) -> int:
 
 
 def held_by(
-    llm: Any, prompts: Sequence[Sequence[int]], params: Sequence[Any], new_tokens: int
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[Any],
+    new_tokens: int,
+    loras: Sequence[Any] | None = None,
 ) -> int:
     """Blocks held once each request's KV are its prompt and `new_tokens` generated tokens.
 
@@ -39,14 +43,16 @@ def held_by(
         prompts: Token ids of each request.
         params: Sampling parameters of each; `max_tokens` above `new_tokens + 1`, `ignore_eos` set.
         new_tokens: Generated tokens of each request whose KV are counted.
+        loras: vLLM's `LoRARequest` of each request; None = of none.
 
     Raises:
         ServeError: A request ended before.
     """
     engine = llm.llm_engine
     names = [f"held-{index}" for index in range(len(prompts))]
-    for name, prompt, each in zip(names, prompts, params, strict=True):
-        engine.add_request(name, {"prompt_token_ids": list(prompt)}, each)
+    loras = [None] * len(prompts) if loras is None else loras
+    for name, prompt, each, lora in zip(names, prompts, params, loras, strict=True):
+        engine.add_request(name, {"prompt_token_ids": list(prompt)}, each, lora_request=lora)
     generated = dict.fromkeys(names, 0)
     # The KV of a token are written in the step after the one that gave it.
     while min(generated.values()) < new_tokens + 1:

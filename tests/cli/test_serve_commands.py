@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from command_line import error_of, run, run_json
 
+from droidkv.content import record_base
 from droidkv.serve.connector_plan import AuditRecord, Fallback, LoadReport, Span
 from droidkv.serve.settings import ServeSettings
 
@@ -96,6 +97,77 @@ def test_a_decoder_that_does_not_fit_is_not_started(tmp_path: Path) -> None:
     refused = ("serve", "icarus", icarus_pair(tmp_path), "--", "--enable-lora")
     assert "LoRA of vLLM's own" in run(*refused, code=1).stdout
     assert "apply = 'icarus'" in error_of("serve", "icarus", "tiny")
+
+
+def prefillshare_pair(folder: Path) -> Path:
+    """A pair file with an adapter that reads a tiny base's KV."""
+    pytest.importorskip("peft")
+    from serve.made_decoders import make_base, make_decoder
+
+    base = folder / "base"
+    adapter = make_decoder(base if base.exists() else make_base(folder), "one", mode="prefillshare")
+    path = folder / "one.toml"
+    model = f'model = "{base}"'
+    path.write_text(
+        f"""schema_version = 1
+description = "An adapter."
+tasks = ["records"]
+[sender]
+{model}
+[receiver]
+{model}
+adapter = "{adapter}"
+[reference]
+{model}
+"""
+    )
+    return path
+
+
+def test_adapters_that_read_the_bases_kv_are_shown(tmp_path: Path) -> None:
+    pair = prefillshare_pair(tmp_path)
+    value = started(
+        *("prefillshare", pair, "--own-tokens", 48, "--audit", "audit.jsonl", "--print"),
+        *("--", "--port", "8004"),
+    )
+    config = value["kv_transfer_config"]
+    assert (config["kv_connector"], config["kv_load_failure_policy"]) == (
+        "BasePrefixConnector",
+        "fail",
+    )
+    assert config["kv_connector_extra_config"] == {
+        "own_tokens": 48,
+        "audit": str(Path("audit.jsonl").absolute()),
+    }
+    command = value["command"]
+    assert command[command.index("--lora-modules") + 1] == f"one={tmp_path / 'one'}"
+    assert command[command.index("--max-loras") + 1] == "2"  # one stays empty
+    assert command[-2:] == ["--port", "8004"]
+    assert "adapter one" in {check["name"] for check in value["checks"]}
+
+
+def test_adapters_that_cannot_read_it_are_not_started(tmp_path: Path) -> None:
+    assert "train prefillshare" in error_of("serve", "prefillshare", "tiny")
+    assert "train prefillshare" in error_of("serve", "prefillshare", icarus_pair(tmp_path))
+    pair = prefillshare_pair(tmp_path)
+    shown = run("serve", "prefillshare", pair, "--", "--enable-lora", code=2)
+    assert "--enable-lora" in shown.stderr
+    record_base(tmp_path / "one", "sha256:" + "0" * 64, "prefillshare")
+    shown = run("serve", "prefillshare", pair, code=1)
+    assert "adapter one" in shown.stdout
+
+
+def test_a_receiver_says_what_becomes_of_a_miss(profiled: Path) -> None:
+    base = ("receiver", "tiny", "--profile", profiled, "--store", "memory://x", "--print")
+    for options, on_miss, policy in (
+        ((), "own", "recompute"),
+        (("--on-miss", "error", "--own-tokens", 300), "error", "fail"),
+    ):
+        value = started(*base, *options)
+        assert settings_of(value).on_miss == on_miss
+        assert value["kv_transfer_config"]["kv_load_failure_policy"] == policy
+        (check,) = (each for each in value["checks"] if each["name"] == "on miss")
+        assert ("300 tokens" in check["found"]) == (on_miss == "error")
 
 
 def test_mistakes_are_named(profiled: Path) -> None:

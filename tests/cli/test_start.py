@@ -31,8 +31,11 @@ def test_every_command_of_the_requirement_is_there() -> None:
     assert {f"train {name}" for name in ("plain", "prefillshare", "icarus")} <= names
     assert {f"frontier {name}" for name in ("show", "plot", "pick", "diff")} <= names
     assert {"profile", "stitch", "probe", "verify", "calibrate", "doctor", "search", "ask"} <= names
-    assert {f"serve {name}" for name in ("sender", "receiver", "icarus", "demo", "purge")} <= names
-    assert {"bench sweep", "bench prefill", "bench icarus", "stats"} <= names
+    assert {
+        f"serve {name}"
+        for name in ("sender", "receiver", "icarus", "prefillshare", "demo", "purge")
+    } <= names
+    assert {"bench sweep", "bench prefill", "bench icarus", "bench memory", "stats"} <= names
 
 
 @pytest.mark.parametrize("path", COMMANDS)

@@ -37,7 +37,7 @@ class Engine:
 
     def __init__(self, own_tokens: int | None = None) -> None:
         self.records: list[AuditRecord] = []
-        self.half = BasePrefixScheduler(LAYERS, BLOCK, own_tokens, self.records.append)
+        self.half = BasePrefixScheduler(LAYERS, BLOCK, 2, own_tokens, self.records.append)
 
     def admit(
         self,
@@ -135,6 +135,16 @@ def test_the_own_prefill_is_answered_if_it_was_asked_for(
     assert not engine.half.match("r", 0)
     record = engine.end()
     assert (record.refused, record.reason) == (False, reason)
+
+
+def test_more_adapters_than_there_is_room_for_are_refused(engine: Engine) -> None:
+    for adapter in ("one", "two", "one"):
+        engine.admit(Request(adapter))
+        assert not engine.half.match("r", 16)
+        assert engine.end().reason is None
+    engine.admit(Request("three"), {"droidkv": {"reuse": False}})
+    assert engine.half.match("r", 16)
+    assert engine.end().reason == Fallback.LORA
 
 
 def test_the_bases_requests_are_left_alone(engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -17,6 +18,7 @@ from serve.engines import (
     assert_stored,
     make_models,
     own_answer,
+    sampling_params,
 )
 
 from droidkv.loading import load_model
@@ -49,7 +51,7 @@ def test_a_lora_request_is_answered_and_not_stored(tmp_path: Path) -> None:
     models = make_models(tmp_path)
     tuned = tuned_model(tmp_path / "adapter", models)
     adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
-    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     engine = Engine(tmp_path, "sender", STORE, options)
     try:
         with_lora = engine.answer(PROMPTS[:1], [None], lora_request=adapter)
@@ -61,8 +63,21 @@ def test_a_lora_request_is_answered_and_not_stored(tmp_path: Path) -> None:
         without = engine.answer(PROMPTS[:1], [None])
         again = engine.answer(PROMPTS[:1], [None], lora_request=adapter)
         assert engine.worker().flush(30)
+        # Side by side, on a CPU: right as long as a place for adapters stays empty.
+        requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS[1:3]]
+        outputs: list[Any] = engine.llm.generate(
+            requests, [sampling_params(None, 6)] * 2, use_tqdm=False, lora_request=[adapter, None]
+        )
+        assert engine.worker().flush(30)
+        half = engine.scheduler().connector._sender_scheduler
+        assert not half._is_stopped
+        engine.answer(PROMPTS[:1], [None], lora_request=LoRARequest("x", 2, adapter.lora_path))
+        assert half._is_stopped
     finally:
         engine.stop()
+    beside = list(outputs[1].outputs[0].token_ids)
+    assert beside == own_answer(models.sender.model, PROMPTS[2])[1]
+    assert_stored(models, store, keys[0].namespace, PROMPTS[2:3])
     assert_stored(models, store, keys[0].namespace, PROMPTS[:1])
     own = own_answer(models.sender.model, PROMPTS[0])
     assert_same(without[0], own)

@@ -1,0 +1,172 @@
+"""How an engine with a base and adapters that read its KV is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from droidkv.check import Check
+from droidkv.content import adapter_sha256, check_base, read_adapter_config
+from droidkv.doctor import check_broken_companions, check_processor
+from droidkv.errors import DroidKVError, PairError, UnsupportedModelError
+from droidkv.model_identity import weights_identity
+from droidkv.pair import ModelRef, Pair
+from droidkv.serve.base_prefix import BasePrefixSettings
+from droidkv.serve.launch import SHARED_FLAGS, Launch, server_command
+from droidkv.serve.preflight import check_dtype, check_flags, check_plugin, check_vllm
+from droidkv.sources import adapter_folder
+
+CONNECTOR_MODULE = "droidkv.serve.vllm_base_prefix"
+# What vLLM takes as --max-lora-rank.
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_OWN_FLAGS = {
+    **SHARED_FLAGS,
+    **dict.fromkeys(
+        ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank"), "pair files"
+    ),
+    "--no-enable-prefix-caching": "nothing: adapters find the base's blocks by it",
+}
+
+
+def pair_adapters(pairs: Sequence[Pair]) -> tuple[ModelRef, dict[str, Path]]:
+    """The base that pairs share, and the adapter that each brings, by the pair's name.
+
+    Raises:
+        PairError: A receiver is no adapter that reads the sender's KV, or the senders differ.
+        LoadError: An adapter cannot be had.
+    """
+    base = pairs[0].sender
+    for pair in pairs:
+        receiver = pair.receiver
+        if pair.reference is None or receiver.adapter is None or receiver.apply == "icarus":
+            raise PairError(
+                f"expected pairs whose receiver is an adapter that was trained to read the "
+                f"sender's KV, got {pair.name}; make one with `droidkv train prefillshare`"
+            )
+        if pair.sender != base or (receiver.model, receiver.revision) != (
+            base.model,
+            base.revision,
+        ):
+            raise PairError(
+                f"expected pairs of one base, got {pairs[0].name} with {base.name} and {pair.name} "
+                f"with {pair.sender.name} and an adapter on {receiver.model}; start one server for "
+                "each base"
+            )
+    return base, {pair.name: adapter_folder(pair.receiver).absolute() for pair in pairs}
+
+
+def launch_adapters(
+    settings: BasePrefixSettings,
+    adapters: Mapping[str, Path],
+    folder: Path,
+    dtype: str,
+    names: Sequence[str] = (),
+    passed: Sequence[str] = (),
+) -> Launch:
+    """The command of a server with a base and adapters that read its KV.
+
+    Args:
+        settings: The engine's.
+        adapters: Name -> folder; clients call an adapter by its name.
+        folder: The base's.
+        dtype: Of weights and cache.
+        names: What clients may call the base.
+        passed: Flags for vLLM, as they are.
+
+    Raises:
+        LoadError: An adapter's settings cannot be read.
+        UnsupportedModelError: An adapter's rank is more than vLLM takes.
+        ServeError: A passed flag is one that droidkv sets.
+    """
+    loras, config = lora_arguments(adapters), transfer_config(settings)
+    own = ["--enable-lora", "--enable-prefix-caching"]
+    own += ["--max-loras", str(loras["max_loras"])]
+    own += ["--max-lora-rank", str(loras["max_lora_rank"])]
+    own += ["--kv-transfer-config", json.dumps(config, allow_nan=False)]
+    own += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
+    return Launch(server_command(folder, dtype, names, own, passed, _OWN_FLAGS), {}, config)
+
+
+def preflight_adapters(
+    adapters: Mapping[str, Path], folder: Path, dtype: str, passed: Sequence[str] = ()
+) -> list[Check]:
+    """Look at all that such a server needs, without starting it.
+
+    Args:
+        adapters: Name -> folder.
+        folder: The base's.
+        dtype: Of weights and cache.
+        passed: Flags for vLLM.
+    """
+    checks = [check_vllm(), check_plugin(), check_broken_companions(), check_processor()]
+    return [*checks, check_dtype(dtype), *check_flags(passed), *_check_adapters(adapters, folder)]
+
+
+def _check_adapters(adapters: Mapping[str, Path], folder: Path) -> Iterator[Check]:
+    try:
+        weights = weights_identity(folder, content_hash=True)
+    except DroidKVError as error:
+        yield Check("model", "fail", str(error), "see the message")
+        return
+    yield Check("model", "ok", f"{folder}; {weights[:23]}")
+    for name, path in adapters.items():
+        try:
+            check_base(path, weights)
+            digest = adapter_sha256(path)[:23]
+        except DroidKVError as error:
+            yield Check(f"adapter {name}", "fail", str(error), "see the message")
+        else:
+            yield Check(f"adapter {name}", "ok", digest)
+
+
+def engine_arguments(settings: BasePrefixSettings, adapters: Mapping[str, Path]) -> dict[str, Any]:
+    """What `vllm.LLM` needs beside the base and its dtype.
+
+    Args:
+        settings: The engine's.
+        adapters: Name -> folder of each adapter; requests bring them as vLLM's `LoRARequest`.
+
+    Raises:
+        LoadError: An adapter's settings cannot be read.
+        UnsupportedModelError: An adapter's rank is more than vLLM takes.
+    """
+    return {
+        **lora_arguments(adapters),
+        "enable_prefix_caching": True,
+        "kv_transfer_config": transfer_config(settings),
+    }
+
+
+def lora_arguments(adapters: Mapping[str, Path]) -> dict[str, Any]:
+    """What `vllm.LLM` needs to have all these adapters at once.
+
+    Raises:
+        LoadError: An adapter's settings cannot be read.
+        UnsupportedModelError: An adapter's rank is more than vLLM takes.
+    """
+    rank = max(int(read_adapter_config(folder).get("r", 0)) for folder in adapters.values())
+    if rank > _RANKS[-1]:
+        raise UnsupportedModelError(
+            f"expected adapters of rank {_RANKS[-1]} or less, got {rank}, which vLLM does not take"
+        )
+    return {
+        "enable_lora": True,
+        # One more than there are: on a CPU vLLM runs the base's requests, where adapters' stand
+        # beside them in a batch, through the last place, which must stay empty.
+        "max_loras": len(adapters) + 1,
+        "max_lora_rank": next(each for each in _RANKS if each >= rank),
+    }
+
+
+def transfer_config(settings: BasePrefixSettings) -> dict[str, Any]:
+    """The value of vLLM's `--kv-transfer-config`."""
+    table = {"own_tokens": settings.own_tokens, "audit": settings.audit}
+    return {
+        "kv_connector": "BasePrefixConnector",
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {k: v for k, v in table.items() if v is not None},
+    }
