@@ -23,7 +23,8 @@ from .serve_start import dtype_option, print_option, start
 @click.option(
     "--own-tokens",
     type=click.IntRange(1),
-    help="Longest end of a prompt that an adapter may compute itself. Default: one block.",
+    help="Longest end of a prompt that an adapter may compute itself, where a request does not "
+    "name its prefix. Default: one block.",
 )
 @click.option("--audit", type=output_file, help="File that gets one JSON line per request.")
 @dtype_option
@@ -39,10 +40,15 @@ def prefillshare(
 ) -> int:
     """Serve a base with adapters that read its KV.
 
-    Ask the base first, with the prompt and `max_tokens` 1, then an adapter by the pair's name as
-    `model`. All find the base's blocks, so one prefix is held once, and a switch prefills only
-    what is new. A request behind too little of the base's KV ends in an error (HTTP 500), whose
-    reason stands in the audit line. What follows `--` goes to `vllm serve` as it is.
+    Ask the base first, with the prefix and `max_tokens` 1, then an adapter by the pair's name as
+    `model`, with the whole prompt and the length of the prefix:
+
+    \b
+      "kv_transfer_params": {"droidkv": {"prefix_tokens": 153}}
+
+    All find the base's blocks, so one prefix is held once, and a switch prefills only what is
+    new. A request behind too little of the base's KV ends in an error (HTTP 500), whose reason
+    stands in the audit line. What follows `--` goes to `vllm serve` as it is.
     """
     from droidkv.pair import read_pair
     from droidkv.servable import servable_folder

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from droidkv.errors import PlanError, ServeError
 from droidkv.fields import Fields
 from droidkv.plan import ReusePlan
-from droidkv.serve.connector_plan import AuditRecord, Fallback, parse_ask
+from droidkv.serve.connector_plan import Ask, AuditRecord, Fallback, parse_ask, reusable_tokens
 
 
 class HashedRequest(Protocol):
@@ -35,8 +35,9 @@ class BasePrefixSettings:
     """`kv_connector_extra_config` of such an engine.
 
     Attributes:
-        own_tokens: Longest end of a prompt that an adapter may compute itself; requests behind
-            less of the base's KV end in an error. None = one block.
+        own_tokens: Longest end of a prompt that an adapter may compute itself, where the request
+            does not say how long its prefix is; requests behind less of the base's KV end in an
+            error. None = one block.
         audit: File that gets one JSON line per request of an adapter.
     """
 
@@ -75,6 +76,7 @@ class _Tracked:
     request: HashedRequest
     record: AuditRecord
     base_blocks: int
+    most_own_tokens: int
 
 
 class BasePrefixScheduler:
@@ -119,28 +121,34 @@ class BasePrefixScheduler:
             request_id: The engine's name for it.
             request: The engine's.
             prompt_tokens: Length of its prompt.
-            params: Its `kv_transfer_params`; `{"droidkv": {"reuse": false}}` = its own prefill.
+            params: Its `kv_transfer_params`; see `droidkv.serve.connector_plan.Ask`.
             obstacle: What makes reuse impossible for a request of its kind.
         """
         if request.lora_request is None:
             return
         record = AuditRecord(request_id, prompt_tokens=prompt_tokens, plan=str(ReusePlan.of(0, 0)))
-        tracked = _Tracked(request, record, 0)
+        tracked = _Tracked(request, record, 0, self._own_tokens)
         self._requests[request_id] = tracked
         self._adapters.add(request.lora_request)
         has_room = len(self._adapters) <= self._most_adapters
-        record.reason = (self._wish(params) or obstacle) if has_room else Fallback.LORA
-        if record.reason is None:
-            # The block that holds the last token is never found: a token has to be computed.
-            tracked.base_blocks = max(prompt_tokens - 1, 0) // self._block_tokens
-            hash_behind_base(request, tracked.base_blocks)
-
-    def _wish(self, params: Mapping[str, Any] | None) -> Fallback | None:
-        """What a request wants instead of the base's KV, if anything."""
         try:
             ask = parse_ask(params, self._num_layers)
         except PlanError:
-            return Fallback.BAD_PLAN
+            record.reason = Fallback.BAD_PLAN
+            return
+        record.reason = (self._wish(ask) or obstacle) if has_room else Fallback.LORA
+        if record.reason is not None:
+            return
+        prefix = prompt_tokens if ask.prefix_tokens is None else ask.prefix_tokens
+        # The block that holds the last token is never found: a token has to be computed.
+        reusable = reusable_tokens(prompt_tokens, prefix, self._block_tokens)
+        if ask.prefix_tokens is not None:
+            tracked.most_own_tokens = prompt_tokens - reusable
+        tracked.base_blocks = reusable // self._block_tokens
+        hash_behind_base(request, tracked.base_blocks)
+
+    def _wish(self, ask: Ask) -> Fallback | None:
+        """What a request wants instead of the base's KV, if anything."""
         if not ask.reuse:
             return Fallback.OPTED_OUT
         recomputed = 0 if ask.plan is None else ask.plan.num_recomputed
@@ -169,7 +177,7 @@ class BasePrefixScheduler:
                 tracked.base_blocks = found
                 hash_behind_base(tracked.request, found)
             record.local_tokens = tracked.base_blocks * self._block_tokens
-            if record.prompt_tokens - record.local_tokens > self._own_tokens:
+            if record.prompt_tokens - record.local_tokens > tracked.most_own_tokens:
                 is_missing = record.local_tokens == 0
                 record.reason = Fallback.NOT_COVERED if is_missing else Fallback.PARTLY_COVERED
         record.refused = _is_failure(record.reason)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from droidkv.errors import RefusedError
+from droidkv.serve.connector_plan import PARAMS_KEY
 from droidkv.serve.http_client import Completion, complete
 
 _POLL_SECONDS = 0.1
@@ -30,11 +31,12 @@ def complete_behind_base(
     receiver: Served,
     prompt_ids: Sequence[int],
     max_tokens: int,
+    prefix_tokens: int | None = None,
     wait_seconds: float = 60.0,
 ) -> Completion:
     """Answer by a receiver that refuses what the base has not read.
 
-    The receiver is asked first. If it refuses, the base reads the prompt, of which it prefills only
+    The receiver is asked first. If it refuses, the base reads the prefix, of which it prefills only
     what it has not read before, and the receiver is asked until what the base stored has arrived.
 
     Args:
@@ -42,20 +44,24 @@ def complete_behind_base(
         receiver: The model that was trained to read the base's KV.
         prompt_ids: The prompt.
         max_tokens: Most tokens of the answer.
-        wait_seconds: Longest time to ask again once the base has read the prompt.
+        prefix_tokens: Tokens that the base is to read, as in training: a receiver that learned to
+            read the question itself answers much worse where the base has read that too. None =
+            the whole prompt.
+        wait_seconds: Longest time to ask again once the base has read it.
 
     Raises:
         RefusedError: The receiver still refuses; its audit file has the reason.
         ServeError: A server went away, or the request was wrong.
     """
+    params = None if prefix_tokens is None else {PARAMS_KEY: {"prefix_tokens": prefix_tokens}}
     try:
-        return complete(receiver.url, receiver.model, prompt_ids, max_tokens)
+        return complete(receiver.url, receiver.model, prompt_ids, max_tokens, params)
     except RefusedError:
-        complete(base.url, base.model, prompt_ids, max_tokens=1)
+        complete(base.url, base.model, prompt_ids[:prefix_tokens], max_tokens=1)
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
-            return complete(receiver.url, receiver.model, prompt_ids, max_tokens)
+            return complete(receiver.url, receiver.model, prompt_ids, max_tokens, params)
         except RefusedError as cause:
             if time.monotonic() > deadline:
                 raise RefusedError(

@@ -23,6 +23,7 @@ PARAMS_KEY = "droidkv"
 LoadOrder = Literal["all_first", "reused_first", "streamed"]
 LOAD_ORDERS: tuple[LoadOrder, ...] = get_args(LoadOrder)
 _SALT_PREFIX = "droidkv:"
+_ASK_KEYS = {"plan", "reuse", "order", "prefix_tokens"}
 SpanKind = Literal["load", "enter", "recompute", "wait", "suffix"]
 
 
@@ -67,11 +68,14 @@ class Ask:
         plan: The plan it wants; None = what the server would choose.
         reuse: False = the request's own prefill, whatever the server would choose.
         order: How to arrange loading and recomputing; None = as the server does.
+        prefix_tokens: Tokens that both models share: no more is reused, and by a receiver without
+            an own prefill no less. None = whatever the sender has read.
     """
 
     plan: ReusePlan | None = None
     reuse: bool = True
     order: LoadOrder | None = None
+    prefix_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -272,7 +276,7 @@ class Piece:
 
 
 def parse_ask(params: Mapping[str, Any] | None, num_layers: int) -> Ask:
-    """Read `{"droidkv": {"plan": "[12,24)"}}`, with `order`, or `{"droidkv": {"reuse": false}}`.
+    """Read `{"droidkv": {"plan": "[12,24)"}}` and the other fields of `Ask`.
 
     Args:
         params: A request's `kv_transfer_params`; keys of other connectors are left alone.
@@ -284,10 +288,10 @@ def parse_ask(params: Mapping[str, Any] | None, num_layers: int) -> Ask:
     value = (params or {}).get(PARAMS_KEY)
     if value is None:
         return Ask()
-    if not isinstance(value, Mapping) or not set(value) <= {"plan", "reuse", "order"}:
+    if not isinstance(value, Mapping) or not set(value) <= _ASK_KEYS:
         raise PlanError(
-            f"expected kv_transfer_params[{PARAMS_KEY!r}] to be a table with 'plan', 'reuse' or "
-            f"'order', got {value!r}"
+            f"expected kv_transfer_params[{PARAMS_KEY!r}] to be a table with some of "
+            f"{', '.join(sorted(_ASK_KEYS))}, got {value!r}"
         )
     plan, reuse = value.get("plan"), value.get("reuse", True)
     if not isinstance(reuse, bool) or not isinstance(plan, str | None):
@@ -298,7 +302,11 @@ def parse_ask(params: Mapping[str, Any] | None, num_layers: int) -> Ask:
     order = value.get("order")
     if order is not None and order not in LOAD_ORDERS:
         raise PlanError(f"expected 'order' to be one of {', '.join(LOAD_ORDERS)}, got {order!r}")
-    return Ask(None if plan is None else ReusePlan.parse(plan, num_layers), reuse, order)
+    prefix = value.get("prefix_tokens")
+    if prefix is not None and (type(prefix) is not int or prefix < 0):
+        raise PlanError(f"expected 'prefix_tokens' to be a number of tokens, got {prefix!r}")
+    parsed = None if plan is None else ReusePlan.parse(plan, num_layers)
+    return Ask(parsed, reuse, order, prefix)
 
 
 def reusable_tokens(prompt_tokens: int, covered_tokens: int, chunk_tokens: int) -> int:

@@ -33,6 +33,7 @@ from droidkv.serve.vllm_plugin import ARCHITECTURE_CLASSES, PLUGIN_GROUP, PLUGIN
 
 _DEFAULT_PORTS = {"redis": 6379, "rediss": 6379}
 _CONNECT_SECONDS = 2.0
+_FINE_CHUNK_TOKENS = 16
 _CPU_BLOCK_TOKENS = 128  # vLLM's default on a CPU
 _REFUSED_VALUES = {
     "tensor_parallel_size": ("--tensor-parallel-size", "-tp"),
@@ -255,4 +256,9 @@ def _check_receiver(
         yield Check("on miss", "ok", "the receiver's own prefill")
     else:
         found = f"an error; the receiver computes at most {own_tokens} tokens of a prompt itself"
-        yield Check("on miss", "ok", found)
+        is_coarse = settings.chunk_tokens > _FINE_CHUNK_TOKENS
+        advice = (
+            f"a receiver that was trained on the sender's KV loses with each token of the prefix "
+            f"that it computes itself: --chunk-tokens {_FINE_CHUNK_TOKENS}, on both sides"
+        )
+        yield Check("on miss", "warn" if is_coarse else "ok", found, advice if is_coarse else "")

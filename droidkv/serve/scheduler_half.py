@@ -63,8 +63,9 @@ class ReceiverRules:
         tokens_per_step: Most prefix tokens recomputed in one engine step; longer prefixes wait.
         timeline: Suffix passes behind loads that were waited for are timed.
         own_tokens: For a receiver whose own prefill is no way out: the longest end of a prompt
-            that it may compute itself behind what it reuses. Requests that cannot reuse so much
-            are refused, unless they asked for the own prefill. None = nothing is refused.
+            that it may compute itself behind what it reuses, where the request does not say how
+            long its prefix is. What cannot reuse so much is refused, unless it asked for the own
+            prefill. None = nothing is refused.
     """
 
     num_layers: int
@@ -361,8 +362,7 @@ class ReceiverScheduler:
             return view.obstacle
         if ask.plan is not None and (reason := self._plan_obstacle(ask.plan)):
             return reason
-        chunk = self._store.chunk_tokens
-        if reusable_tokens(len(view.token_ids), len(view.token_ids), chunk) == 0:
+        if self._most_reusable(view, ask) == 0:
             return Fallback.TOO_SHORT
         if self._weights_changed:
             return Fallback.WEIGHTS_CHANGED
@@ -379,6 +379,12 @@ class ReceiverScheduler:
             and reason not in _BY_CHOICE
         )
 
+    def _most_reusable(self, view: RequestView, ask: Ask) -> int:
+        """Tokens that would be reused if the sender had read all of the prompt."""
+        num_tokens = len(view.token_ids)
+        prefix = num_tokens if ask.prefix_tokens is None else ask.prefix_tokens
+        return reusable_tokens(num_tokens, prefix, self._store.chunk_tokens)
+
     def _plan_obstacle(self, plan: ReusePlan) -> Fallback | None:
         if plan.num_recomputed == self.rules.num_layers:
             return Fallback.FULL_PREFILL
@@ -390,8 +396,8 @@ class ReceiverScheduler:
         """Runs in a thread of its own: the store may be slow."""
         began = time.monotonic()
         chunk, tokens = self._store.chunk_tokens, view.token_ids
-        # The chunk that holds the last token cannot be reused, so it is not asked for.
-        keys = chunk_keys(self.rules.namespace, tokens[: len(tokens) - 1], chunk)
+        most = self._most_reusable(view, ask)  # what could not be reused is not asked for
+        keys = chunk_keys(self.rules.namespace, tokens[:most], chunk)
 
         def found(plan: ReusePlan | None, covered: int, reason: Fallback | None) -> _Found:
             num_tokens = reusable_tokens(len(tokens), covered, chunk)
@@ -415,9 +421,12 @@ class ReceiverScheduler:
         covered = coverage(self._store, keys, plan, self.rules.num_layers, deadline)
         if covered == 0:
             return found(plan, covered, Fallback.NOT_COVERED)
-        own_tokens = len(tokens) - reusable_tokens(len(tokens), covered, chunk)
-        is_too_short = self.rules.own_tokens is not None and own_tokens > self.rules.own_tokens
-        return found(plan, covered, Fallback.PARTLY_COVERED if is_too_short else None)
+        is_partly = self.rules.own_tokens is not None and (
+            len(tokens) - covered > self.rules.own_tokens
+            if ask.prefix_tokens is None
+            else covered < most
+        )
+        return found(plan, covered, Fallback.PARTLY_COVERED if is_partly else None)
 
     def _settle(self, tracked: _Tracked, set_salt: Salter, patience_seconds: float) -> bool:
         """Take the lookup's result if it is there, or give up; False = neither yet."""

@@ -114,6 +114,18 @@ def test_without_the_bases_blocks_a_request_is_refused_once(engine: Engine) -> N
     assert engine.end().reason == Fallback.NOT_COVERED
 
 
+def test_a_named_prefix_is_found_whole_and_no_more(engine: Engine) -> None:
+    request = Request()
+    ask = {"droidkv": {"prefix_tokens": 11}}
+    engine.admit(request, ask)
+    assert request.block_hashes[:2] == BASE[:2] and request.block_hashes[2] != BASE[2]
+    assert not engine.half.match("r", 8)  # more of its own tokens than a block, as it said
+    assert engine.end().local_tokens == 8
+    engine.admit(Request(), ask)
+    assert engine.half.match("r", 4)
+    assert engine.end().reason == Fallback.PARTLY_COVERED
+
+
 def test_requests_of_a_kind_that_cannot_reuse_are_refused(engine: Engine) -> None:
     engine.admit(Request(), obstacle=Fallback.PROMPT_LOGPROBS)
     assert engine.half.refuses("r") and engine.half.match("r", 16)

@@ -25,6 +25,7 @@ class Servers:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
+        self.bodies: list[dict[str, Any]] = []
         self.refusals = 0
         self.in_stream = False
         self.status = 500
@@ -45,6 +46,7 @@ class Servers:
     def answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         has_read = ("base", 1) in self.asked
         self.asked.append((body["model"], body["max_tokens"]))
+        self.bodies.append(body)
         is_refused = body["model"] != "base" and (not has_read or self.refusals > 0)
         if is_refused and has_read:
             self.refusals -= 1
@@ -59,9 +61,11 @@ class Servers:
         self._http.shutdown()
         self._http.server_close()
 
-    def ask(self, wait_seconds: float = 20.0) -> str:
+    def ask(self, wait_seconds: float = 20.0, prefix_tokens: int | None = None) -> str:
         base, receiver = Served(self.url, "base"), Served(self.url, "tuned")
-        return complete_behind_base(base, receiver, PROMPT, 5, wait_seconds).text
+        return complete_behind_base(
+            base, receiver, PROMPT, 5, prefix_tokens, wait_seconds=wait_seconds
+        ).text
 
 
 @pytest.fixture
@@ -80,6 +84,14 @@ def test_the_base_reads_what_the_receiver_refuses(servers: Servers, in_stream: b
     servers.asked.append(("base", 1))
     assert servers.ask() == "yes"
     assert servers.asked[1:] == [("tuned", 5)]  # the base is not asked for nothing
+
+
+def test_the_base_reads_no_more_than_the_prefix(servers: Servers) -> None:
+    assert servers.ask(prefix_tokens=2) == "yes"
+    refused, base, answered = servers.bodies
+    assert (refused["prompt"], base["prompt"], answered["prompt"]) == (PROMPT, PROMPT[:2], PROMPT)
+    for body in (refused, answered):
+        assert body["kv_transfer_params"] == {"droidkv": {"prefix_tokens": 2}}
 
 
 def test_a_receiver_that_goes_on_refusing_is_given_up(servers: Servers) -> None:

@@ -107,10 +107,22 @@ def test_asks_are_read_strictly() -> None:
     assert parse_ask({"droidkv": {"plan": "[2,4)"}}, 8) == Ask(ReusePlan.of(2, 4))
     assert parse_ask({"droidkv": {"plan": "none"}}, 8) == Ask(ReusePlan.of(0, 0))
     assert parse_ask({"droidkv": {"reuse": False}}, 8) == Ask(reuse=False)
+    assert parse_ask({"droidkv": {"prefix_tokens": 9}}, 8) == Ask(prefix_tokens=9)
 
 
 @pytest.mark.parametrize(
-    "value", ["[2,4)", {"plan": "[2,99)"}, {"plan": 3}, {"reuse": 1}, {"plans": "none"}, [1]]
+    "value",
+    [
+        "[2,4)",
+        {"plan": "[2,99)"},
+        {"plan": 3},
+        {"reuse": 1},
+        {"plans": "none"},
+        {"prefix_tokens": -1},
+        {"prefix_tokens": True},
+        {"prefix_tokens": "9"},
+        [1],
+    ],
 )
 def test_bad_asks_are_refused(value: object) -> None:
     with pytest.raises(PlanError):

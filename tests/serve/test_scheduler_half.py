@@ -402,6 +402,28 @@ def test_nor_may_it_compute_more_of_a_prompt_than_its_limit(engine_of: EngineOf)
     assert engine.refusal("long") == (True, Fallback.PARTLY_COVERED)
 
 
+@pytest.mark.parametrize("own_tokens", [None, 9])
+def test_a_named_prefix_is_reused_whole_and_no_more(
+    engine_of: EngineOf, own_tokens: int | None
+) -> None:
+    engine = engine_of(own_tokens=own_tokens)
+
+    def admit(prefix_tokens: int, tokens: Sequence[int]) -> tuple[int | None, bool]:
+        ask = {"plan": "[0,0)", "prefix_tokens": prefix_tokens}
+        engine.half.admit(RequestView("r", tokens, {"droidkv": ask}), engine.salter("r"))
+        return engine.match()
+
+    assert admit(23, TOKENS) == (16, False)  # and 24 of its own, as it said
+    engine.reason()
+    assert admit(500, TOKENS) == (32, False)
+    engine.reason()
+    partly = [*TOKENS[:16], *range(20)]
+    assert admit(24, partly) == ((1, True) if own_tokens else (16, False))
+    assert engine.reason() == (Fallback.PARTLY_COVERED if own_tokens else None)
+    assert admit(7, TOKENS) == ((1, True) if own_tokens else (0, False))
+    assert engine.reason() == Fallback.TOO_SHORT
+
+
 def test_the_own_prefill_by_choice_is_not_refused(engine_of: EngineOf) -> None:
     engine = engine_of(own_tokens=20, choose=lambda prefix, suffix: None)
     params = {"droidkv": {"reuse": False}}
