@@ -13,11 +13,22 @@ from typing import Any
 
 import pytest
 from serve.agents import NEW, QUESTIONS, Agent, Turn, make_agents, make_turns
-from serve.engines import BLOCK, CHUNK, TOLERANCE, Answer, Engine, assert_same, reference, token_ids
+from serve.engines import (
+    BLOCK,
+    CHUNK,
+    TOLERANCE,
+    Answer,
+    Engine,
+    assert_same,
+    reference,
+    sampling_params,
+    token_ids,
+)
 from torch import Tensor
 
 from droidkv.serve.objects import ObjectName
 from droidkv.serve.opening import open_store
+from droidkv.serve.vllm_blocks import held_by
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.vllm
@@ -125,6 +136,14 @@ def test_a_batch_of_both_ways_to_load(
         answers = engine.answer(prompts, [None] * 3, new=NEW)
         for answer, turn in zip(answers, (turns[0], turns[2], turns[0]), strict=True):
             assert_same(answer, turn.answer)
+
+
+def test_an_engine_of_its_own_holds_a_copy_of_the_prefix(turns: list[Turn], engine: Engine) -> None:
+    """Why memory is saved by one engine for all agents only."""
+    engine.forget()
+    prompt = turns[0].prompt
+    held = held_by(engine.llm, [prompt], [sampling_params(None, 20)], new_tokens=10)
+    assert held == -(-(len(prompt) + 10) // BLOCK)
 
 
 def outcomes(engine: Engine, prompts: Sequence[list[int]], **sampling: Any) -> list[str]:
