@@ -8,7 +8,7 @@ import pytest
 
 from droidkv.errors import ServeError
 from droidkv.serve.launch import launch, passed_value, settings_table, transfer_config
-from droidkv.serve.settings import ServeSettings
+from droidkv.serve.settings import OnMiss, ServeSettings
 
 SENDER = ServeSettings("sender", "fs:///store", profiles=("/p.json",), hidden_layers=(3, 5))
 RECEIVER = ServeSettings("receiver", "fs:///store", profiles=("/p.json",), order="all_first")
@@ -42,7 +42,8 @@ def test_only_a_synchronous_receiver_gives_up_asynchronous_scheduling() -> None:
 
 
 def test_what_becomes_of_a_failed_load_is_what_becomes_of_a_miss() -> None:
-    for on_miss, policy in ((None, "recompute"), ("own", "recompute"), ("error", "fail")):
+    policies: dict[OnMiss | None, str] = {None: "recompute", "own": "recompute", "error": "fail"}
+    for on_miss, policy in policies.items():
         config = transfer_config(replace(RECEIVER, on_miss=on_miss))
         assert config["kv_load_failure_policy"] == policy
 

@@ -206,7 +206,7 @@ def test_a_load_that_fails_ends_in_an_error(
     read, whole = store._read, dict(store._objects)  # damaged objects are forgotten
 
     def faulty(names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
-        found = read(names, deadline)
+        found: list[Tensor | None] = read(names, deadline)
         if names[0].layer != 1:
             return found
         if fault == "load_backend_down":
