@@ -142,6 +142,9 @@ class BasePrefixScheduler:
         prefix = prompt_tokens if ask.prefix_tokens is None else ask.prefix_tokens
         # The block that holds the last token is never found: a token has to be computed.
         reusable = reusable_tokens(prompt_tokens, prefix, self._block_tokens)
+        if reusable == 0:
+            record.reason = Fallback.TOO_SHORT
+            return
         if ask.prefix_tokens is not None:
             tracked.most_own_tokens = prompt_tokens - reusable
         tracked.base_blocks = reusable // self._block_tokens
@@ -177,9 +180,10 @@ class BasePrefixScheduler:
                 tracked.base_blocks = found
                 hash_behind_base(tracked.request, found)
             record.local_tokens = tracked.base_blocks * self._block_tokens
-            if record.prompt_tokens - record.local_tokens > tracked.most_own_tokens:
-                is_missing = record.local_tokens == 0
-                record.reason = Fallback.NOT_COVERED if is_missing else Fallback.PARTLY_COVERED
+            if record.local_tokens == 0:
+                record.reason = Fallback.NOT_COVERED
+            elif record.prompt_tokens - record.local_tokens > tracked.most_own_tokens:
+                record.reason = Fallback.PARTLY_COVERED
         record.refused = _is_failure(record.reason)
         return record.refused
 

@@ -126,6 +126,17 @@ def test_a_named_prefix_is_found_whole_and_no_more(engine: Engine) -> None:
     assert engine.end().reason == Fallback.PARTLY_COVERED
 
 
+def test_no_prompt_is_too_short_to_be_refused() -> None:
+    for tokens, ask in ((TOKENS[:4], None), (TOKENS, {"droidkv": {"prefix_tokens": 3}})):
+        engine = Engine(own_tokens=100)
+        engine.admit(Request(tokens=tokens), ask)
+        assert engine.half.refuses("r") and engine.half.match("r", 0)
+        assert engine.end().reason == Fallback.TOO_SHORT
+    engine.admit(Request())  # nothing found, though so many own tokens would be allowed
+    assert engine.half.match("r", 0)
+    assert engine.end().reason == Fallback.NOT_COVERED
+
+
 def test_requests_of_a_kind_that_cannot_reuse_are_refused(engine: Engine) -> None:
     engine.admit(Request(), obstacle=Fallback.PROMPT_LOGPROBS)
     assert engine.half.refuses("r") and engine.half.match("r", 16)
