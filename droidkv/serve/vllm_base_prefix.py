@@ -82,8 +82,11 @@ class BasePrefixConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return DroidKVPromMetrics(*arguments)
 
     def get_kv_connector_stats(self) -> Any:
-        ended, self._ended = self._ended, []
-        return self.build_kv_connector_stats({"requests": ended, "saves": {}}) if ended else None
+        if not self._ended:
+            return None
+        stats = self.build_kv_connector_stats()
+        stats.data["requests"], self._ended = self._ended, []
+        return stats
 
     def _on_record(self, record: AuditRecord) -> None:
         self._ended.append(append_record(self._audit, record))
