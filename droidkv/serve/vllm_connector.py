@@ -160,7 +160,7 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._watch_adapters(request.lora_request)
             self._sender_scheduler.admit(_view(request, _sender_obstacle(request)))
         else:
-            view = _view(request, reader_obstacle(request))
+            view = _view(request, _receiver_obstacle(request))
             self._receiver_scheduler.admit(view, _salter(request))
             if self._receiver_scheduler.refuses(request.request_id):
                 # Else vLLM would not ask for tokens, and answer it.
@@ -349,6 +349,10 @@ def _input_obstacle(request: Any) -> Fallback | None:
     if request.prompt_embeds is not None:
         return Fallback.PROMPT_EMBEDS
     return Fallback.STREAMED_INPUT if request.resumable else None
+
+
+def _receiver_obstacle(request: Any) -> Fallback | None:
+    return Fallback.LORA if request.lora_request is not None else reader_obstacle(request)
 
 
 def reader_obstacle(request: Any) -> Fallback | None:
