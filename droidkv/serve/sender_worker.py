@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, get_args
 
@@ -20,6 +20,9 @@ from droidkv.serve.worker_half import PagedModel
 # What came of a chunk. `resting`: the store is not asked, having failed several times in a row.
 ChunkEnd = Literal["stored", "failed", "resting", "without_hidden", "weights_changed"]
 CHUNK_ENDS: tuple[ChunkEnd, ...] = get_args(ChunkEnd)
+
+# A chunk's key, what arranges the copied KV of each layer, and E by layer.
+Copied = tuple[ChunkKey, list[Callable[[], tuple[Tensor, Tensor]]], dict[int, Tensor]]
 
 
 class SenderWorker:
@@ -61,6 +64,7 @@ class SenderWorker:
     def save(self, jobs: Sequence[SaveJob]) -> None:
         """After a step's forward pass: copy what it completed, and hand it to the store."""
         deadline = deadline_in(self._wait_seconds)
+        copied: list[Copied] = []
         is_refused = bool(jobs) and self._model.weights_changed()
         for job in jobs:
             chunk = self._store.chunk_tokens
@@ -73,9 +77,12 @@ class SenderWorker:
                 slots = torch.tensor(
                     slots_of(job.block_ids, self._model.block_tokens, start, start + chunk)
                 )
-                self._save_chunk(key, slots, deadline)
+                self._copy_chunk(key, slots, deadline, copied)
+        self._hand_over(copied)
 
-    def _save_chunk(self, key: ChunkKey, slots: Tensor, deadline: float) -> None:
+    def _copy_chunk(
+        self, key: ChunkKey, slots: Tensor, deadline: float, copied: list[Copied]
+    ) -> None:
         hidden: dict[int, Tensor] = {}
         for layer in self._hidden_layers:
             captured = self._model.read_hidden(layer, slots)
@@ -86,23 +93,31 @@ class SenderWorker:
         if not self.puts.allows():
             self._count("resting")
             return
-        if not self._room.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            self._ended(is_saved=False)
-            return
-        pairs = [self._model.read_kv(layer, slots) for layer in range(self._model.num_layers)]
-        self._pool.submit(self._put, key, pairs, hidden).add_done_callback(self._leave)
+        if not self._room.acquire(blocking=False):
+            self._hand_over(copied)  # there is room once they have left
+            if not self._room.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                self._ended(is_saved=False)
+                return
+        kv = [self._model.copy_kv(layer, slots) for layer in range(self._model.num_layers)]
+        copied.append((key, kv, hidden))
+
+    def _hand_over(self, copied: list[Copied]) -> None:
+        """Start to store what was copied: last in a step, for storing slows down the copying."""
+        for each in copied:
+            self._pool.submit(self._put, *each).add_done_callback(self._leave)
+        copied.clear()
 
     def _put(
-        self, key: ChunkKey, pairs: list[tuple[Tensor, Tensor]], hidden: dict[int, Tensor]
+        self,
+        key: ChunkKey,
+        kv: Sequence[Callable[[], tuple[Tensor, Tensor]]],
+        hidden: Mapping[int, Tensor],
     ) -> bool:
         # E first: what is looked up last, a receiver finds only when all is there. Nothing behind
         # a failure: no plan could use it, and a store that is down takes its time to say so.
         return all(
             self._store.put_hidden(key, layer, each) for layer, each in hidden.items()
-        ) and all(
-            self._store.put_kv(key, layer, keys, values)
-            for layer, (keys, values) in enumerate(pairs)
-        )
+        ) and all(self._store.put_kv(key, layer, *arrange()) for layer, arrange in enumerate(kv))
 
     def _leave(self, future: Future[bool]) -> None:
         self._room.release()

@@ -98,18 +98,22 @@ class VllmPagedModel:
         if name == self._stop_at:
             raise KeysAndValuesStored
 
-    def read_kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def copy_kv(self, layer: int, slots: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
         blocks, which = torch.unique_consecutive(slots // self.block_tokens, return_inverse=True)
         inside = (which * self.block_tokens + slots % self.block_tokens).to(self._device)
         num_heads, head_dim = self.kv_shape
         pair = self._layout(
             self._caches[layer], blocks.to(self._device), self.block_tokens, head_dim
         )
-        keys, values = (
-            part.transpose(0, 1).reshape(num_heads, -1, head_dim).index_select(1, inside)
-            for part in pair
-        )
-        return keys, values
+
+        def arrange() -> tuple[Tensor, Tensor]:
+            keys, values = (
+                part.transpose(0, 1).reshape(num_heads, -1, head_dim).index_select(1, inside)
+                for part in pair
+            )
+            return keys, values
+
+        return arrange
 
     def write_kv(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         attention, cache = self._attentions[layer], self._caches[layer]

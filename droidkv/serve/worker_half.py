@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -47,8 +48,13 @@ class PagedModel(Protocol):
     hidden_size: int
     dtype: torch.dtype
 
-    def read_kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of some slots, each `[num_kv_heads, num_tokens, head_dim]`, copied."""
+    def copy_kv(self, layer: int, slots: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Copy keys and values of some slots now.
+
+        Returns:
+            Arranges them, at any time and in any thread: each `[num_kv_heads, num_tokens,
+            head_dim]`.
+        """
 
     def write_kv(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put keys and values `[num_kv_heads, num_tokens, head_dim]` into some slots."""
@@ -177,11 +183,10 @@ class Load:
                 self._fetch_hidden(self.job.plan.transition)
             else:
                 self._enter(self.job.stop - self.job.start)
-            if self._order == "all_first":
-                for layer in self.job.plan.group.layers:
-                    self._fetch_kv(layer)
-            for layer in self._reused:
-                pairs = self._fetch_kv(layer)
+            unused = self.job.plan.group.layers if self._order == "all_first" else ()
+            for layer, pairs in self._fetched([*unused, *self._reused]):
+                if layer in self.job.plan.group:
+                    continue
                 with self._writing:
                     if self._stopped:
                         return
@@ -327,6 +332,18 @@ class Load:
             return self._arrived.wait_for(
                 lambda: self.job.start + self._num_entered >= stop or self._done.is_set(), seconds
             )
+
+    def _fetched(self, layers: Sequence[int]) -> Iterator[tuple[int, list[tuple[Tensor, Tensor]]]]:
+        """Each layer's KV; the next one is on its way meanwhile, so that the link is never idle."""
+        with ThreadPoolExecutor(1, thread_name_prefix="droidkv-read") as reader:
+            coming: deque[tuple[int, Future[list[tuple[Tensor, Tensor]]]]] = deque()
+            for layer in layers:
+                coming.append((layer, reader.submit(self._fetch_kv, layer)))
+                if len(coming) == 2:
+                    first, read = coming.popleft()
+                    yield first, read.result()
+            for last, read in coming:
+                yield last, read.result()
 
     def _fetch_kv(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each piece, `[num_kv_heads, num_tokens, head_dim]`."""

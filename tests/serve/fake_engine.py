@@ -32,8 +32,9 @@ class FakePagedModel:
         self.recomputed: list[tuple[int, int]] = []
         self.is_updated = False
 
-    def read_kv(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return self.keys[layer][:, slots], self.values[layer][:, slots]
+    def copy_kv(self, layer: int, slots: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+        keys, values = self.keys[layer][:, slots], self.values[layer][:, slots]
+        return lambda: (keys, values)
 
     def write_kv(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         self.keys[layer][:, slots] = keys
@@ -64,7 +65,7 @@ class FakePagedModel:
         cache = KVCache.empty(self.num_layers)
         for layer in group.layers:
             if start:
-                keys, values = self.read_kv(layer, before)
+                keys, values = self.copy_kv(layer, before)()
                 cache.update(keys[None], values[None], layer)
         axis = TokenAxis(torch.arange(stop)[None])
         step = self.model.step(axis.narrow(start, stop), axis)

@@ -407,6 +407,44 @@ def test_recomputing_starts_with_the_first_chunk(
     assert_mixed(engine, job("[2,4)"))
 
 
+class WaitsForNextRead(FakePagedModel):
+    """Takes a layer's KV only once the next layer's is being read."""
+
+    def __init__(self, reads: list[int]) -> None:
+        super().__init__(RECEIVER, num_blocks=16, block_tokens=BLOCK)
+        self.reads = reads
+        self.written: list[int] = []
+
+    def write_kv(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        deadline = time.monotonic() + 30
+        while layer < NUM_LAYERS - 1 and self.reads[-1] == layer and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if layer == NUM_LAYERS - 1 or self.reads[-1] > layer:
+            self.written.append(layer)
+        super().write_kv(layer, slots, keys, values)
+
+
+def test_the_next_layer_is_read_while_one_is_written(
+    store: FaultyStore, workers: list[ReceiverWorker]
+) -> None:
+    reads: list[int] = []
+
+    def reading(name: ObjectName, buffer: Tensor | None) -> Tensor | None:
+        reads.append(name.layer)
+        return buffer
+
+    store.fault = reading
+    engine = WaitsForNextRead(reads)
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
+    workers.append(worker)
+    worker.start([job("[0,0)")])
+    for layer in range(NUM_LAYERS):
+        worker.wait_for_layer(layer)
+    worker.end_step()
+    assert sorted(set(engine.written)) == list(range(NUM_LAYERS))
+    assert_mixed(engine, job("[0,0)"))
+
+
 def test_no_timeline_is_kept_unasked(
     store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
 ) -> None:
