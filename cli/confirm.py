@@ -9,7 +9,13 @@ import click
 from .console import Console
 from .framework import Command
 from .frontier_table import summary
-from .options import choose_objective, command_line, profile_argument, profile_file
+from .options import (
+    choose_objective,
+    command_line,
+    profile_argument,
+    profile_file,
+    profiled_pair_option,
+)
 from .places import pair_of, read_named_profile
 
 
@@ -28,7 +34,7 @@ from .places import pair_of, read_named_profile
     help="A plan to confirm. Repeatable; default: the frontier, of both families and of copying.",
 )
 @click.option("--items", default=32, show_default=True, help="Fresh items.")
-@click.option("--pair", "pair_name", help="The pair. Default: the one the profile names.")
+@profiled_pair_option
 @click.option(
     "-o",
     "--output",

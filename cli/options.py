@@ -103,6 +103,10 @@ def operator_option(help_text: str) -> Callable[[Decorated], Decorated]:
     )
 
 
+profiled_pair_option = click.option(
+    "--pair", "pair_name", help="The pair. Default: the one the profile names."
+)
+
 unconfirmed_option = click.option(
     "--unconfirmed",
     is_flag=True,

@@ -9,7 +9,7 @@ import click
 from .console import Console
 from .framework import Command
 from .frontier_table import summary
-from .options import command_line, profile_argument, profile_file
+from .options import command_line, profile_argument, profile_file, profiled_pair_option
 from .places import pair_of, read_named_profile
 
 
@@ -36,7 +36,7 @@ from .places import pair_of, read_named_profile
     help="Items the map is trained on; never evaluated ones. All are held in memory.",
 )
 @click.option("--steps", default=200, show_default=True, help="Steps of training, per plan.")
-@click.option("--pair", "pair_name", help="The pair. Default: the one the profile names.")
+@profiled_pair_option
 @click.option(
     "-o",
     "--output",

@@ -140,7 +140,7 @@ def pick_among(
 
 def _rank(choice: Choice) -> tuple[int, float, float]:
     """Smaller is better: as `pick` prefers one plan to another."""
-    if choice.loss > choice.max_loss:
+    if not choice.meets_max_loss:
         return (2, choice.loss, choice.chosen.cost)
     if choice.meets_slo:
         return (0, choice.loss, choice.chosen.cost)

@@ -14,7 +14,7 @@ from droidkv.errors import DroidKVError, PairError, UnsupportedModelError
 from droidkv.model_identity import weights_identity
 from droidkv.pair import ModelRef, Pair
 from droidkv.serve.base_prefix import BasePrefixSettings
-from droidkv.serve.launch import SHARED_FLAGS, Launch, server_command
+from droidkv.serve.launch import SHARED_FLAGS, Launch, connector_config, server_command
 from droidkv.serve.preflight import check_dtype, check_flags, check_plugin, check_vllm
 from droidkv.sources import adapter_folder
 
@@ -80,10 +80,11 @@ def launch_adapters(
         UnsupportedModelError: An adapter's rank is more than vLLM takes.
         ServeError: A passed flag is one that droidkv sets.
     """
-    loras, config = lora_arguments(adapters), transfer_config(settings)
+    arguments = engine_arguments(settings, adapters)
+    config = arguments["kv_transfer_config"]
     own = ["--enable-lora", "--enable-prefix-caching"]
-    own += ["--max-loras", str(loras["max_loras"])]
-    own += ["--max-lora-rank", str(loras["max_lora_rank"])]
+    own += ["--max-loras", str(arguments["max_loras"])]
+    own += ["--max-lora-rank", str(arguments["max_lora_rank"])]
     own += ["--kv-transfer-config", json.dumps(config, allow_nan=False)]
     own += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
     return Launch(server_command(folder, dtype, names, own, passed, _OWN_FLAGS), {}, config)
@@ -163,10 +164,5 @@ def lora_arguments(adapters: Mapping[str, Path]) -> dict[str, Any]:
 def transfer_config(settings: BasePrefixSettings) -> dict[str, Any]:
     """The value of vLLM's `--kv-transfer-config`."""
     table = {"own_tokens": settings.own_tokens, "audit": settings.audit}
-    return {
-        "kv_connector": "BasePrefixConnector",
-        "kv_connector_module_path": CONNECTOR_MODULE,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {k: v for k, v in table.items() if v is not None},
-    }
+    given = {name: value for name, value in table.items() if value is not None}
+    return connector_config("BasePrefixConnector", CONNECTOR_MODULE, given, "fail")

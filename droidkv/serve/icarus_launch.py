@@ -23,7 +23,13 @@ from typing import Any
 from droidkv.errors import UnsupportedModelError, unknown_name
 from droidkv.serve.connector_plan import PARAMS_KEY
 from droidkv.serve.icarus import NAMES_VARIABLE, REQUEST_CHECK, IcarusSettings
-from droidkv.serve.launch import SHARED_FLAGS, V1_RUNNER, Launch, server_command
+from droidkv.serve.launch import (
+    SHARED_FLAGS,
+    V1_RUNNER,
+    Launch,
+    connector_config,
+    server_command,
+)
 from droidkv.serve.vllm_plugin import ICARUS_CLASSES
 
 CONNECTOR_MODULE = "droidkv.serve.vllm_icarus"
@@ -56,15 +62,11 @@ def engine_arguments(settings: IcarusSettings, architecture: str) -> dict[str, A
         raise UnsupportedModelError(unknown_name("architecture", architecture, known))
     return {
         "hf_overrides": {"architectures": [_PREFIX + architecture]},
-        "kv_transfer_config": {
-            "kv_connector": "IcarusConnector",
-            "kv_connector_module_path": CONNECTOR_MODULE,
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "decoders": dict(settings.decoders),
-                "content_hash": settings.content_hash,
-            },
-        },
+        "kv_transfer_config": connector_config(
+            "IcarusConnector",
+            CONNECTOR_MODULE,
+            {"decoders": dict(settings.decoders), "content_hash": settings.content_hash},
+        ),
         "logits_processors": [REQUEST_CHECK],
         "enforce_eager": True,
     }

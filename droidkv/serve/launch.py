@@ -30,7 +30,7 @@ _OWN_FLAGS = {
     "--no-async-scheduling": "--load sync",
 }
 # LMCache would report its use to its makers; synchronous loads were tested on the V1 runner only.
-_ENVIRONMENT = {"LMCACHE_TRACK_USAGE": "false"}
+ROLE_VARIABLES = {"LMCACHE_TRACK_USAGE": "false"}
 V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
@@ -96,7 +96,7 @@ def launch(
         ServeError: A passed flag is one that droidkv sets.
     """
     config = transfer_config(settings)
-    environment = dict(_ENVIRONMENT)
+    environment = dict(ROLE_VARIABLES)
     own = ["--kv-transfer-config", json.dumps(config, allow_nan=False)]
     if settings.role == "receiver" and settings.load == "sync":
         own.insert(0, "--no-async-scheduling")
@@ -153,13 +153,26 @@ def _server() -> list[str]:
 
 def transfer_config(settings: ServeSettings) -> dict[str, Any]:
     """The value of vLLM's `--kv-transfer-config`."""
-    return {
-        "kv_connector": "DroidKVConnector",
-        "kv_connector_module_path": CONNECTOR_MODULE,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "fail" if settings.on_miss == "error" else "recompute",
-        "kv_connector_extra_config": settings_table(settings),
-    }
+    on_failure = "fail" if settings.on_miss == "error" else "recompute"
+    return connector_config(
+        "DroidKVConnector", CONNECTOR_MODULE, settings_table(settings), on_failure
+    )
+
+
+def connector_config(
+    name: str, module: str, table: Mapping[str, Any], on_failure: str | None = None
+) -> dict[str, Any]:
+    """The value of vLLM's `--kv-transfer-config` for a connector of ours.
+
+    Args:
+        name: Of its class.
+        module: Where it is.
+        table: Its settings.
+        on_failure: What a load that fails does to a request; None = there are no loads.
+    """
+    config = {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}
+    policy = {} if on_failure is None else {"kv_load_failure_policy": on_failure}
+    return {**config, **policy, "kv_connector_extra_config": dict(table)}
 
 
 def settings_table(settings: ServeSettings) -> dict[str, Any]:

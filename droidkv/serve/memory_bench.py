@@ -24,15 +24,9 @@ from droidkv.pair import ModelRef
 from droidkv.provenance import provenance
 from droidkv.run_folder import Progress, no_progress
 from droidkv.servable import servable_folder
-from droidkv.serve.processes import end_of
+from droidkv.serve.processes import IN_PROCESS, end_of
 
 MODES = ("baseline", "prefillshare", "icarus")
-_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",
-}
 _FIRST_TOKEN_ID = 3
 _RANK = 2
 
@@ -183,7 +177,7 @@ def _count(mode: str, setup: Mapping[str, Any], folder: Path) -> list[tuple[int,
             input=json.dumps({**setup, "mode": mode}).encode(),
             stdout=subprocess.PIPE,
             stderr=file,
-            env={**os.environ, **_ENVIRONMENT},
+            env={**os.environ, **IN_PROCESS},
         )
     counts: Sequence[int] = [int(line) for line in ended.stdout.split()]
     if ended.returncode or len(counts) != len(setup["adapters"]):

@@ -16,6 +16,14 @@ from droidkv.errors import ServeError
 from droidkv.serve.http_client import read_text
 from droidkv.serve.launch import Launch
 
+# An engine within a process of ours, on a CPU. In eager mode too vLLM would compile parts of its
+# sampler with a C++ compiler.
+IN_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",
+}
 _STOP_SECONDS = 20.0
 _POLL_SECONDS = 0.5
 _LOG_TAIL = 3000

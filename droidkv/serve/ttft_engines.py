@@ -14,18 +14,11 @@ from typing import IO, Any
 from droidkv.errors import ServeError
 from droidkv.pair import Pair
 from droidkv.servable import servable_folder
-from droidkv.serve.launch import transfer_config
-from droidkv.serve.processes import end_of
+from droidkv.serve.launch import ROLE_VARIABLES, V1_RUNNER, transfer_config
+from droidkv.serve.processes import IN_PROCESS, end_of
 from droidkv.serve.settings import ServeSettings
 
-_ENVIRONMENT = {
-    "LMCACHE_TRACK_USAGE": "false",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "TORCHDYNAMO_DISABLE": "1",
-}
+_ENVIRONMENT = {**IN_PROCESS, **ROLE_VARIABLES, **V1_RUNNER}
 
 
 class EngineProcess:

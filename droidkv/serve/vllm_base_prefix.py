@@ -15,10 +15,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
 )
@@ -32,9 +30,10 @@ from droidkv.serve.vllm_connector import (
     append_record,
     reader_obstacle,
 )
+from droidkv.serve.vllm_parts import CountsRequests, MovesNoKV
 
 
-class BasePrefixConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class BasePrefixConnector(CountsRequests, MovesNoKV):
     """Lets adapters' requests find the base's blocks.
 
     Raises:
@@ -63,23 +62,7 @@ class BasePrefixConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._on_record,
         )
 
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False
-
     # Seen from outside.
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        from droidkv.serve.vllm_metrics import DroidKVStats
-
-        return DroidKVStats(data)
-
-    @classmethod
-    def build_prom_metrics(cls, *arguments: Any) -> Any:
-        from droidkv.serve.vllm_metrics import DroidKVPromMetrics
-
-        return DroidKVPromMetrics(*arguments)
 
     def get_kv_connector_stats(self) -> Any:
         if not self._ended:
@@ -130,17 +113,6 @@ class BasePrefixConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._failed.update(self._get_connector_metadata().jobs.refused)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        pass
-
-    def wait_for_save(self) -> None:
-        pass
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         failed, self._failed = self._failed, set()

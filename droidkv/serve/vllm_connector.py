@@ -8,8 +8,8 @@
 With `on_miss` = `error`, as for receivers that were trained to read the sender's KV, the policy
 is `fail`: requests that cannot reuse are made to wait for a load, which then fails.
 
-This is the only file that knows vLLM's connector interface. Everything heavy is imported when a
-connector is made, since vLLM imports this module while it still builds its configuration.
+Everything heavy is imported when a connector is made, since vLLM imports this module while it still
+builds its configuration.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from droidkv.serve.connector_plan import (
     Span,
     StepJobs,
 )
+from droidkv.serve.vllm_parts import CountsRequests
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class DroidKVWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return DroidKVWorkerMetadata(merged, self.suffixes | other.suffixes)
 
 
-class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class DroidKVConnector(CountsRequests, KVConnectorBase_V1):  # type: ignore[misc]
     """Forwards to a scheduler half or a worker half, of a sender or of a receiver.
 
     Raises:
@@ -109,24 +110,6 @@ class DroidKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False
 
     # Seen from outside.
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
-        from droidkv.serve.vllm_metrics import DroidKVStats
-
-        return DroidKVStats(data)
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> Any:
-        from droidkv.serve.vllm_metrics import DroidKVPromMetrics
-
-        return DroidKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def get_kv_connector_stats(self) -> Any:
         """Requests that ended (in the scheduler) and chunks that were stored (beside the model)."""

@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
 )
@@ -32,6 +31,7 @@ from droidkv.serve.icarus import (
     decoder_asked,
     known_decoders,
 )
+from droidkv.serve.vllm_parts import MovesNoKV
 
 
 @dataclass
@@ -41,7 +41,7 @@ class IcarusMetadata(KVConnectorMetadata):  # type: ignore[misc]
     rows: DecodedRows = field(default_factory=DecodedRows)
 
 
-class IcarusConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class IcarusConnector(MovesNoKV):
     """Carries from the scheduler to the model who decodes what.
 
     Raises:
@@ -59,10 +59,6 @@ class IcarusConnector(KVConnectorBase_V1):  # type: ignore[misc]
         block_tokens = check_cache(kv_cache_config).block_size
         self._requests: dict[str, Any] = {}
         self._scheduler = IcarusScheduler(list(settings.decoders), block_tokens)
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False
 
     # Scheduler side.
 
@@ -116,20 +112,6 @@ class IcarusConnector(KVConnectorBase_V1):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, IcarusMetadata)
         return metadata.rows
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        pass
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        pass
-
-    def wait_for_save(self) -> None:
-        pass
 
 
 class DecoderExists(LogitsProcessor):  # type: ignore[misc]

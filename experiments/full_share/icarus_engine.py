@@ -20,12 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
+from droidkv.serve.processes import IN_PROCESS
+
+os.environ |= IN_PROCESS
 
 import vllm
 

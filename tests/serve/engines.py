@@ -21,19 +21,13 @@ from droidkv.models import DecoderModel
 from droidkv.pair import ModelRef
 from droidkv.plan import ReusePlan
 from droidkv.prefill import Context, forward_suffix, full_prefill, generate, partial_prefill
+from droidkv.serve.processes import IN_PROCESS
 from droidkv.serve.store import Store, chunk_keys, deadline_in, namespace_digest
 from droidkv.stitch import StitchMap, fit_stitch
 from droidkv.tiny import TinySpec, tiny_model, tiny_tokenizer
 
-# Of whoever imports this; another process may be told otherwise. In eager mode too vLLM would
-# compile parts of its sampler with a C++ compiler.
-ENVIRONMENT = {
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+# Of whoever imports this; another process may be told otherwise.
+ENVIRONMENT = {**IN_PROCESS, "VLLM_NO_USAGE_STATS": "1"}
 COMPILED = os.environ.get("DROIDKV_TEST_COMPILED") == "1"
 if COMPILED:
     os.environ["TORCHDYNAMO_DISABLE"] = "0"
