@@ -59,6 +59,11 @@ class TokenAxis:
         segments = None if self.segments is None else self.segments[:, start:stop]
         return TokenAxis(self.positions[:, start:stop], segments)
 
+    def take(self, indices: Tensor) -> TokenAxis:
+        """Some of the tokens, `[num_taken]` int64."""
+        segments = None if self.segments is None else self.segments[:, indices]
+        return TokenAxis(self.positions[:, indices], segments)
+
     def cat(self, other: TokenAxis) -> TokenAxis:
         positions = torch.cat([self.positions, other.positions], dim=1)
         if self.segments is None and other.segments is None:

@@ -170,8 +170,8 @@ def read_only(receiver: DecoderModel, context: Context, hidden: Tensor, axis: To
     Args:
         receiver: The model that reads.
         context: KV of all earlier tokens and of these very tokens; stays as it is.
-        hidden: `[batch, seq_len, hidden]`.
-        axis: Where the tokens stand: the last ones of the context.
+        hidden: `[batch, seq_len, hidden]`, of any tokens of the context.
+        axis: Where they stand.
     """
     step = receiver.step(axis, context.axis)
     cache = ReadOnlyCache(context.cache)

@@ -36,6 +36,9 @@ class Recipe:
             but those that write KV. These three are of no use with `full`.
         first_layer: Decoder layers below it keep the base's weights, so the receiver's hidden state
             there is the sender's; 0 trains all layers.
+        border_tokens: Under `prefillshare`, the sender reads up to so many tokens less than the
+            prefix, drawn anew for each context: a server that shares whole blocks moves the border
+            too. 0 = the whole prefix.
         batch_size: Items per optimiser step.
         warmup_steps: Steps over which the learning rate rises from zero.
         weight_decay: Decoupled weight decay.
@@ -55,6 +58,7 @@ class Recipe:
     alpha: float = 32.0
     target_modules: tuple[str, ...] = ALL_PROJECTIONS
     first_layer: int = 0
+    border_tokens: int = 0
     batch_size: int = 8
     warmup_steps: int = 0
     weight_decay: float = 0.0
@@ -83,6 +87,7 @@ class Recipe:
             alpha=fields.take("alpha", float, cls.alpha, minimum=0.0),
             target_modules=fields.take_list("target_modules", str, default_targets(mode)),
             first_layer=fields.take("first_layer", int, cls.first_layer, minimum=0),
+            border_tokens=fields.take("border_tokens", int, cls.border_tokens, minimum=0),
             batch_size=fields.take("batch_size", int, cls.batch_size, minimum=1),
             warmup_steps=fields.take("warmup_steps", int, cls.warmup_steps, minimum=0),
             weight_decay=fields.take("weight_decay", float, cls.weight_decay, minimum=0.0),
@@ -103,8 +108,14 @@ class Recipe:
             where: Name of the place, for messages.
 
         Raises:
-            PairError: `icarus` with modules that write KV, or with all parameters.
+            PairError: `icarus` with modules that write KV, or with all parameters; a border without
+                `prefillshare`.
         """
+        if self.border_tokens and self.mode != "prefillshare":
+            raise PairError(
+                f"{where}: expected border_tokens with mode 'prefillshare' only, got it with mode "
+                f"{self.mode!r}, which has no border; leave it out"
+            )
         if self.mode != "icarus":
             return
         if self.method != "lora":

@@ -57,22 +57,22 @@ def _plain(receiver: DecoderModel, row: TrainingRow) -> Tensor:
     context = _nothing_read(receiver)
     ids, axis = row.input_ids.to(receiver.device), row.axis.to(receiver.device)
     hidden = forward(receiver, context, receiver.embed(ids), axis)
-    return _cross_entropy(receiver, hidden, row, first=0)
+    return _cross_entropy(receiver, hidden[0, row.predicting], row)
 
 
 def _prefix_context(base: DecoderModel, row: TrainingRow) -> Context:
-    """The base's KV of the prefix, taken over whole: the empty plan."""
-    prefix_ids = row.input_ids[:, : row.num_prefix]
+    """The base's KV of what it reads, taken over whole: the empty plan."""
+    prefix_ids = row.input_ids[:, : row.num_read]
     return partial_prefill(base, prefix_ids, capture(base, prefix_ids), ReusePlan.of(0, 0))
 
 
 def _prefillshare(receiver: DecoderModel, row: TrainingRow, context: Context) -> Tensor:
-    """The receiver reads questions and answers behind the base's KV of the prefix."""
-    first = row.num_prefix
+    """The receiver reads the rest, questions and answers, behind the base's KV."""
+    first = row.num_read
     ids = row.input_ids[:, first:].to(receiver.device)
     axis = row.axis.narrow(first, row.axis.num_tokens).to(receiver.device)
     hidden = forward(receiver, context, receiver.embed(ids), axis)
-    return _cross_entropy(receiver, hidden, row, first)
+    return _cross_entropy(receiver, hidden[0, row.predicting - first], row)
 
 
 def _whole_context(base: DecoderModel, row: TrainingRow) -> Context:
@@ -84,10 +84,14 @@ def _whole_context(base: DecoderModel, row: TrainingRow) -> Context:
 
 
 def _icarus(receiver: DecoderModel, row: TrainingRow, context: Context) -> Tensor:
-    """The logical decoder of ICaRus: from token to next token over the encoder's KV."""
-    hidden = receiver.embed(row.input_ids.to(receiver.device))
-    hidden = read_only(receiver, context, hidden, context.axis)
-    return _cross_entropy(receiver, hidden, row, first=0)
+    """The logical decoder of ICaRus: from token to next token over the encoder's KV.
+
+    No token reads what it writes, so it runs only where an answer is learned.
+    """
+    predicting = row.predicting.to(receiver.device)
+    hidden = receiver.embed(row.input_ids.to(receiver.device)[:, predicting])
+    hidden = read_only(receiver, context, hidden, context.axis.take(predicting))
+    return _cross_entropy(receiver, hidden[0], row)
 
 
 def _nothing_read(model: DecoderModel) -> Context:
@@ -95,9 +99,14 @@ def _nothing_read(model: DecoderModel) -> Context:
     return Context(KVCache.empty(model.num_layers), TokenAxis(positions))
 
 
-def _cross_entropy(receiver: DecoderModel, hidden: Tensor, row: TrainingRow, first: int) -> Tensor:
-    """Loss of a row's answers from the states that leave the last layer for its tokens `first`.."""
-    predicting = row.predicting.to(receiver.device) - first
-    logits = receiver.logits(hidden[0, predicting]).float()
+def _cross_entropy(receiver: DecoderModel, predicting: Tensor, row: TrainingRow) -> Tensor:
+    """Loss of a row's answers from the states that leave the last layer where they are predicted.
+
+    Args:
+        receiver: The model that is trained.
+        predicting: `[num_targets, hidden_size]`.
+        row: What to predict.
+    """
+    logits = receiver.logits(predicting).float()
     targets = row.targets.to(receiver.device)
     return nn.functional.cross_entropy(logits, targets, reduction="none")

@@ -8,6 +8,7 @@ of one prefix.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,15 +28,15 @@ class TrainingRow:
 
     Attributes:
         input_ids: `[1, seq_len]`: prefix, then each question with its answer.
-        axis: Positions and segments of the same tokens; the prefix is segment 0.
-        num_prefix: How many of them are the prefix, which stands first.
+        axis: Positions and segments of the same tokens; the prefix is segment 0 and stands first.
+        num_read: How many of the prefix's tokens the sender reads under `prefillshare`.
         predicting: `[num_targets]`, indices of the tokens whose next token is learned.
         targets: `[num_targets]`, these next tokens: the answers, each with its end-of-turn token.
     """
 
     input_ids: Tensor
     axis: TokenAxis
-    num_prefix: int
+    num_read: int
     predicting: Tensor
     targets: Tensor
 
@@ -54,6 +55,8 @@ def training_batches(
     tokenizer: Any,
     chat: bool,
     max_tokens: int,
+    border_tokens: int = 0,
+    seed: int = 0,
 ) -> list[list[TrainingRow]]:
     """All rows of a training run, batch by batch; a task with fewer items is gone through again.
 
@@ -64,6 +67,8 @@ def training_batches(
         tokenizer: A Hugging Face tokenizer.
         chat: Put items into the chat template.
         max_tokens: Most tokens one item may have, answer included.
+        border_tokens: Most tokens of a prefix that are not read by the sender, drawn for each row.
+        seed: Of that draw.
 
     Raises:
         TaskError: An item has no answer, or is too long; nothing has been trained then.
@@ -77,8 +82,12 @@ def training_batches(
         )
     examples = [_example(item, tokenizer, chat, max_tokens, end_id) for item in items]
     endless = itertools.cycle(examples)
+    rng = random.Random(seed)
     return [
-        [_row(list(group)) for group in _by_prefix(itertools.islice(endless, batch_size))]
+        [
+            _row(list(group), rng.randint(0, border_tokens))
+            for group in _by_prefix(itertools.islice(endless, batch_size))
+        ]
         for _ in range(num_batches)
     ]
 
@@ -104,7 +113,7 @@ def _by_prefix(examples: Iterator[_Example]) -> Iterator[Iterator[_Example]]:
     return (group for _, group in itertools.groupby(examples, key=lambda each: each.prefix_ids))
 
 
-def _row(examples: Sequence[_Example]) -> TrainingRow:
+def _row(examples: Sequence[_Example], num_left: int) -> TrainingRow:
     prefix_ids = examples[0].prefix_ids
     ids, positions = list(prefix_ids), list(range(len(prefix_ids)))
     segments = [0] * len(prefix_ids)
@@ -122,7 +131,7 @@ def _row(examples: Sequence[_Example]) -> TrainingRow:
     return TrainingRow(
         input_ids=torch.tensor([ids]),
         axis=axis,
-        num_prefix=len(prefix_ids),
+        num_read=max(1, len(prefix_ids) - num_left),
         predicting=torch.tensor(predicting),
         targets=torch.tensor(targets),
     )

@@ -165,7 +165,14 @@ def _data(
 
     def rows(items: list[Item], num_batches: int, batch_size: int) -> list[list[TrainingRow]]:
         return training_batches(
-            items, num_batches, batch_size, base.tokenizer, settings.chat, settings.max_tokens
+            items,
+            num_batches,
+            batch_size,
+            base.tokenizer,
+            settings.chat,
+            settings.max_tokens,
+            recipe.border_tokens,
+            recipe.seed,
         )
 
     learned = task.items("train", recipe.steps * recipe.batch_size, recipe.seed)

@@ -156,6 +156,38 @@ def test_training_and_inference_give_the_same_logits(
         assert (trained - own).abs().max() > 1e-2
 
 
+def test_the_border_is_drawn_and_the_receiver_reads_what_the_sender_leaves(
+    base: LoadedModel, items: list[Item]
+) -> None:
+    """Each row stops at a border of its own; its loss is that of serving at this border."""
+
+    def rows_with(border_tokens: int, seed: int) -> list[TrainingRow]:
+        batches = training_batches(
+            items[:1], 40, 1, base.tokenizer, True, 1024, border_tokens, seed
+        )
+        return [row for (row,) in batches]
+
+    encoded = encode(items[0], base.tokenizer, True)
+    num_prefix, borders = len(encoded.prefix_ids), [row.num_read for row in rows_with(3, 0)]
+    assert {row.num_read for row in rows_with(0, 0)} == {num_prefix}
+    assert {num_prefix - border for border in borders} == {0, 1, 2, 3}
+    assert borders == [row.num_read for row in rows_with(3, 0)]
+    assert borders != [row.num_read for row in rows_with(3, 1)]
+    assert {row.num_read for row in rows_with(10 * num_prefix, 0)} <= set(range(1, num_prefix + 1))
+
+    row = next(row for row in rows_with(3, 0) if row.num_read == num_prefix - 3)
+    prefix, suffix = row.input_ids[:, : num_prefix - 3], row.input_ids[:, num_prefix - 3 :]
+    with moved(base, recipe_of("prefillshare")) as (ready, losses), torch.no_grad():
+        trained = -losses([row])
+        with ready.base() as frozen:
+            captured = capture(frozen, prefix)
+        context = partial_prefill(ready.receiver, prefix, captured, ReusePlan.of(0, 0))
+        served = log_probs(
+            ready.receiver, forward_suffix(ready.receiver, context, suffix), row.targets
+        )
+    torch.testing.assert_close(trained, served, atol=2e-4, rtol=1e-4)
+
+
 def log_probs(model: DecoderModel, hidden: Tensor, answer: Tensor) -> Tensor:
     logits = model.logits(hidden[0, -len(answer) :]).detach()
     return logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0]

@@ -169,6 +169,9 @@ def test_bad_input_is_refused_before_training(base: LoadedModel, tmp_path: Path)
     full = dataclasses.replace(RECIPE, mode="icarus", method="full")
     with pytest.raises(PairError, match="expected method 'lora'"):
         train_receiver(base, task, full, target)
+    bordered = dataclasses.replace(RECIPE, border_tokens=8)
+    with pytest.raises(PairError, match="expected border_tokens with mode 'prefillshare' only"):
+        train_receiver(base, task, bordered, target)
     with pytest.raises(TaskError, match="must have an answer"):
         train_receiver(base, OneItem("  "), RECIPE, target)
     with pytest.raises(TaskError, match="at most 20 tokens"):
