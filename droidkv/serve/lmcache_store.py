@@ -113,7 +113,7 @@ class LMCacheStore(Store):
         self._calls.stop(deadline_in(_STOP_SECONDS))
         _OPEN.discard(self)
 
-    def _write(self, name: ObjectName, buffer: Tensor) -> None:
+    def _write(self, name: ObjectName, buffer: Tensor) -> Future | None:
         self._require_open()
         num_bytes = buffer.numel()
         memory_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
@@ -130,15 +130,17 @@ class LMCacheStore(Store):
             self._on_disk_soon.add(key)
             if len(self._on_disk_soon) > _MOST_KEYS_WATCHED:
                 self._is_writing_to_disk()
+        writing: Future | None = None
         try:
             memory.tensor.copy_(buffer)
             for backend_name, backend in self._manager.get_active_storage_backends():
                 if backend_name == _REMOTE:
-                    self._track(backend.submit_put_task(key, memory), memory_bytes)
+                    writing = self._track(backend.submit_put_task(key, memory), memory_bytes)
                 else:
                     backend.batched_submit_put_task([key], [memory])
         finally:
             memory.ref_count_down()
+        return writing
 
     def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
         self._require_open()
@@ -276,19 +278,25 @@ class LMCacheStore(Store):
             if not self._changed.wait_for(has_room, self.settings.put_seconds):
                 raise TimeoutError("earlier objects did not leave in time")
 
-    def _track(self, future: Future, num_bytes: int) -> None:
+    def _track(self, future: Future, num_bytes: int) -> Future:
+        """Count a write as pending until all who wait for the end that is returned have heard."""
+        written = Future()
         with self._changed:
             self._pending[future] = num_bytes
-        future.add_done_callback(self._left)
+        future.add_done_callback(partial(self._left, written))
+        return written
 
-    def _left(self, future: Future) -> None:
+    def _left(self, written: Future, future: Future) -> None:
+        error = concurrent.futures.CancelledError() if future.cancelled() else future.exception()
+        if error is None:
+            written.set_result(None)
+        else:
+            if self._is_lm and (connection := self._remote.connection) is not None:
+                self._drop(connection)  # the server still waits for the rest of the object
+            written.set_exception(error)
         with self._changed:
             self._pending.pop(future, None)
             self._changed.notify_all()
-        if future.cancelled() or future.exception() is not None:
-            self._count(put_failures=1)
-            if self._is_lm and (connection := self._remote.connection) is not None:
-                self._drop(connection)  # the server still waits for the rest of the object
 
     def _is_writing_to_disk(self) -> bool:
         backends = list(self._local_backends())

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -23,6 +24,32 @@ CHUNK_ENDS: tuple[ChunkEnd, ...] = get_args(ChunkEnd)
 
 # A chunk's key, what arranges the copied KV of each layer, and E by layer.
 Copied = tuple[ChunkKey, list[Callable[[], tuple[Tensor, Tensor]]], dict[int, Tensor]]
+
+
+class _Writes:
+    """Hears of one chunk's objects, some of which are written long after they were handed over.
+
+    Args:
+        num_objects: How many they are.
+        ended: Called once: whether all are written, as soon as that is known.
+    """
+
+    def __init__(self, num_objects: int, ended: Callable[[bool], None]) -> None:
+        self._left = num_objects
+        self._ended = ended
+        self._lock = threading.Lock()
+
+    def is_over(self) -> bool:
+        return self._left == 0
+
+    def object_ended(self, is_written: bool) -> None:
+        with self._lock:
+            if self._left == 0:
+                return  # one before was lost
+            self._left = self._left - 1 if is_written else 0
+            if self._left > 0:
+                return
+        self._ended(is_written)
 
 
 class SenderWorker:
@@ -103,8 +130,10 @@ class SenderWorker:
 
     def _hand_over(self, copied: list[Copied]) -> None:
         """Start to store what was copied: last in a step, for storing slows down the copying."""
-        for each in copied:
-            self._pool.submit(self._put, *each).add_done_callback(self._leave)
+        for key, kv, hidden in copied:
+            writes = _Writes(len(kv) + len(hidden), self._ended)
+            put = self._pool.submit(self._put, key, kv, hidden, writes)
+            put.add_done_callback(partial(self._leave, writes))
         copied.clear()
 
     def _put(
@@ -112,17 +141,23 @@ class SenderWorker:
         key: ChunkKey,
         kv: Sequence[Callable[[], tuple[Tensor, Tensor]]],
         hidden: Mapping[int, Tensor],
-    ) -> bool:
+        writes: _Writes,
+    ) -> None:
         # E first: what is looked up last, a receiver finds only when all is there. Nothing behind
         # a failure: no plan could use it, and a store that is down takes its time to say so.
-        return all(
-            self._store.put_hidden(key, layer, each) for layer, each in hidden.items()
-        ) and all(self._store.put_kv(key, layer, *arrange()) for layer, arrange in enumerate(kv))
+        for layer, each in hidden.items():
+            if not self._store.put_hidden(key, layer, each, writes.object_ended):
+                return
+        for layer, arrange in enumerate(kv):
+            if writes.is_over() or not self._store.put_kv(
+                key, layer, *arrange(), on_end=writes.object_ended
+            ):
+                return
 
-    def _leave(self, future: Future[bool]) -> None:
+    def _leave(self, writes: _Writes, put: Future[None]) -> None:
         self._room.release()
-        is_ended = not future.cancelled() and future.exception() is None
-        self._ended(is_saved=is_ended and future.result())
+        if put.cancelled() or put.exception() is not None:
+            writes.object_ended(False)
 
     def _ended(self, is_saved: bool) -> None:
         if is_saved:

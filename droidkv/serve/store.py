@@ -11,7 +11,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -49,7 +50,7 @@ class StoreStats:
     Attributes:
         puts: Objects handed to the backend.
         put_bytes: Their bytes, headers included.
-        put_failures: Objects that the backend refused; they will be absent.
+        put_failures: Objects that the backend refused, or lost later; they will be absent.
         gets: Objects that were read and checked.
         get_bytes: Their bytes, headers included.
         misses: How often an object could not be had, by reason.
@@ -81,7 +82,14 @@ class Store(ABC):
         self._misses: Counter[MissReason] = Counter()
         self._lock = threading.Lock()
 
-    def put_kv(self, key: ChunkKey, layer: int, keys: Tensor, values: Tensor) -> bool:
+    def put_kv(
+        self,
+        key: ChunkKey,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        on_end: Callable[[bool], None] | None = None,
+    ) -> bool:
         """Store one layer's KV of one chunk; the tensors may be changed once this returns.
 
         Args:
@@ -89,6 +97,8 @@ class Store(ABC):
             layer: The decoder layer.
             keys: `[num_kv_heads, chunk_tokens, head_dim]`, after RoPE.
             values: The same shape.
+            on_end: Called once, from any thread and before `flush` returns: whether others can
+                read it now. A backend may lose what it took.
 
         Returns:
             Whether the backend took it. Storing never raises for a backend's sake: what it does
@@ -108,21 +118,28 @@ class Store(ABC):
                 f"and one dtype, got {tuple(keys.shape)} of {keys.dtype} and "
                 f"{tuple(values.shape)} of {values.dtype}"
             )
-        return self._put(ObjectName(key, ObjectKind.KV, layer), (keys, values))
+        return self._put(ObjectName(key, ObjectKind.KV, layer), (keys, values), on_end)
 
-    def put_hidden(self, key: ChunkKey, layer: int, hidden: Tensor) -> bool:
+    def put_hidden(
+        self,
+        key: ChunkKey,
+        layer: int,
+        hidden: Tensor,
+        on_end: Callable[[bool], None] | None = None,
+    ) -> bool:
         """Store the hidden state entering a layer over one chunk (E). As `put_kv`.
 
         Args:
             key: The chunk.
             layer: The decoder layer that it enters.
             hidden: `[chunk_tokens, hidden_size]`.
+            on_end: As there.
         """
         if hidden.ndim != 2 or hidden.shape[0] != self.chunk_tokens:
             raise PlanError(
                 f"expected E of shape [{self.chunk_tokens}, hidden_size], got {tuple(hidden.shape)}"
             )
-        return self._put(ObjectName(key, ObjectKind.HIDDEN, layer), (hidden,))
+        return self._put(ObjectName(key, ObjectKind.HIDDEN, layer), (hidden,), on_end)
 
     def contains_kv(self, key: ChunkKey, layers: Iterable[int], deadline: float) -> bool:
         """Whether the KV of all these layers is there now; it may be gone at the next moment.
@@ -194,8 +211,13 @@ class Store(ABC):
         """Let go of the backend. Never waits for one that does not answer."""
 
     @abstractmethod
-    def _write(self, name: ObjectName, buffer: Tensor) -> None:
-        """Take an object's bytes, `[num_bytes]` uint8; may raise anything."""
+    def _write(self, name: ObjectName, buffer: Tensor) -> Future[None] | None:
+        """Take an object's bytes, `[num_bytes]` uint8; may raise anything.
+
+        Returns:
+            The end of a write that goes on, whose callbacks run before `flush` returns; None if
+            the object is written.
+        """
 
     @abstractmethod
     def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
@@ -212,14 +234,29 @@ class Store(ABC):
     def _forget(self, name: ObjectName) -> None:
         """Drop a copy that proved unusable, so that a good one can be fetched next time."""
 
-    def _put(self, name: ObjectName, tensors: Sequence[Tensor]) -> bool:
+    def _put(
+        self,
+        name: ObjectName,
+        tensors: Sequence[Tensor],
+        on_end: Callable[[bool], None] | None,
+    ) -> bool:
+        def end(is_written: bool) -> None:
+            if not is_written:
+                self._count(put_failures=1)
+            if on_end is not None:
+                on_end(is_written)
+
         buffer = encode(name, tensors)
         try:
-            self._write(name, buffer)
+            writing = self._write(name, buffer)
         except Exception:  # whatever a backend's client may raise, the sender goes on
-            self._count(put_failures=1)
+            end(False)
             return False
         self._count(puts=1, put_bytes=buffer.numel())
+        if writing is None:
+            end(True)
+        else:
+            writing.add_done_callback(lambda written: end(written.exception() is None))
         return True
 
     def _get(

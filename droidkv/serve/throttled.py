@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from torch import Tensor
 
@@ -85,8 +86,8 @@ class ThrottledStore(Store):
         if self._opened is not None:
             self._opened.close()
 
-    def _write(self, name: ObjectName, buffer: Tensor) -> None:
-        self._store._write(name, buffer)
+    def _write(self, name: ObjectName, buffer: Tensor) -> Future[None] | None:
+        return self._store._write(name, buffer)
 
     def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
         return self._store._count_leading(names, deadline)

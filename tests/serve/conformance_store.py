@@ -250,6 +250,14 @@ class StoreConformance:
         assert coverage(store, KEYS, ReusePlan.of(0, 0), NUM_LAYERS, soon()) == 0
         assert coverage(store, [], plan, NUM_LAYERS, soon()) == 0
 
+    def test_the_end_of_a_put_is_told_once_and_before_a_flush_returns(self, store: Store) -> None:
+        ends: list[bool] = []
+        for layer, key in enumerate(KEYS):
+            assert store.put_kv(key, layer, *random_kv(), on_end=ends.append)
+            assert store.put_hidden(key, layer, random_hidden(), on_end=ends.append)
+        assert store.flush(soon())
+        assert ends == [True] * 6
+
     def test_threads_may_share_it(self, store: Store) -> None:
         failures: list[BaseException] = []
 

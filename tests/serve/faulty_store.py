@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -78,9 +79,9 @@ class FaultyStore(Store):
     def close(self) -> None:
         self.inner.close()
 
-    def _write(self, name: ObjectName, buffer: Tensor) -> None:
+    def _write(self, name: ObjectName, buffer: Tensor) -> Future[None] | None:
         self._call("write", time.monotonic())
-        self.inner._write(name, buffer)
+        return self.inner._write(name, buffer)
 
     def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
         if self._call("count", deadline):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -31,15 +32,19 @@ from serve.conformance_store import (
     random_kv,
     soon,
 )
+from serve.fake_engine import FakePagedModel
 from serve.servers import Server, lm_server, redis_server
 from tiny import tiny_model
 
 from droidkv import prefill
 from droidkv.plan import ReusePlan
 from droidkv.serve import verbs
+from droidkv.serve.breaker import MOST_FAILURES, REST_SECONDS, Breaker
+from droidkv.serve.connector_plan import SaveJob
 from droidkv.serve.keys import chunk_keys
 from droidkv.serve.lmcache_settings import LMCacheSettings
 from droidkv.serve.objects import MissReason, ObjectKind, ObjectName
+from droidkv.serve.sender_worker import ChunkEnd, SenderWorker
 from droidkv.serve.store import Store, coverage, deadline_in
 
 if find_spec("lmcache") is None:  # importing it here would be too early: see conftest.py
@@ -333,6 +338,43 @@ def test_redis_may_die_and_come_back(tmp_path: Path, salt: str) -> None:
         store.put_hidden(KEYS[0], 0, random_hidden())
         assert store.flush(soon())
         store.get_hidden(KEYS[0], 0, soon())
+        store.close()
+
+
+def test_a_sender_stops_writing_to_a_redis_that_died_and_goes_on_when_it_is_back(
+    tmp_path: Path, salt: str
+) -> None:
+    now = 1000.0
+    tokens = torch.randint(3, 90, (4 * CHUNK_TOKENS,)).tolist()
+    model = FakePagedModel(tiny_model(), num_blocks=8, block_tokens=4)
+    ends: Counter[ChunkEnd] = Counter()
+
+    def save(num_chunks: int) -> Counter[ChunkEnd]:
+        sender.save([SaveJob("s", tuple(tokens[: num_chunks * CHUNK_TOKENS]), 0, tuple(range(8)))])
+        assert sender.flush(60)
+        return Counter(sender.new_counts())
+
+    with redis_server(tmp_path) as server:
+        store = RemoteOnly(replace(SETTINGS, remote_url=server.url), salt)
+        sender = SenderWorker(model, store, SENDER, [])
+        sender.puts = Breaker(clock=lambda: now)
+        assert save(1)["stored"] == 1
+    for _ in range(MOST_FAILURES):
+        ends += save(1)
+    assert ends == Counter(failed=MOST_FAILURES) and sender.puts.new_rests() == 1
+    puts = store.stats().puts
+    assert save(4)["resting"] == 4 and store.stats().puts == puts
+    now += REST_SECONDS
+    assert save(4) == Counter(failed=1, resting=3)  # one tries, and rests twice as long
+    now += REST_SECONDS
+    assert save(1)["resting"] == 1
+    with redis_server(tmp_path, server.port):
+        now += REST_SECONDS
+        assert save(1)["stored"] == 1
+        assert save(4)["stored"] == 4
+        keys = chunk_keys(SENDER, tokens, CHUNK_TOKENS)
+        assert all(store.contains_kv(key, range(model.num_layers), soon()) for key in keys)
+        sender.close()
         store.close()
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 
+import pytest
 import torch
 from serve.fake_engine import FakePagedModel
+from serve.faulty_store import FaultyStore
 from tiny import NUM_LAYERS, VOCAB_SIZE, tiny_model
 from torch import Tensor
 
@@ -99,6 +103,105 @@ def test_a_store_that_fails_again_and_again_is_not_asked_for_a_while() -> None:
     save(4)
     assert worker.new_counts() == dict.fromkeys(CHUNK_ENDS, 0) | {"stored": 5}
     assert worker.counts()["stored"] == 5
+    worker.close()
+
+
+class WritesLater(FaultyStore):
+    """Takes everything at once; the test says what comes of it."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore(CHUNK))
+        self.writing: list[Future[None]] = []
+
+    def _write(self, name: ObjectName, buffer: Tensor) -> Future[None]:
+        self.writing.append(Future())
+        return self.writing[-1]
+
+
+def lose(writing: Future[None]) -> None:
+    writing.set_exception(ConnectionError("gone"))
+
+
+def write(writing: Future[None]) -> None:
+    writing.set_result(None)
+
+
+def test_a_chunk_is_stored_when_its_last_object_is_written() -> None:
+    store = WritesLater()
+    worker = SenderWorker(
+        FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK), store, NAMESPACE, []
+    )
+    worker.save([SaveJob("s", tuple(TOKENS[:CHUNK]), 0, BLOCKS)])
+    assert worker.flush(10)
+    for writing in reversed(store.writing):
+        assert worker.counts() == dict.fromkeys(CHUNK_ENDS, 0)
+        write(writing)
+    assert worker.counts() == dict.fromkeys(CHUNK_ENDS, 0) | {"stored": 1}
+    worker.close()
+
+
+@pytest.mark.parametrize("lost", [[0], [NUM_LAYERS - 1], range(NUM_LAYERS)])
+def test_a_chunk_with_an_object_lost_after_it_was_taken_failed_once(lost: list[int]) -> None:
+    store = WritesLater()
+    worker = SenderWorker(
+        FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK), store, NAMESPACE, []
+    )
+    worker.save([SaveJob("s", tuple(TOKENS[:CHUNK]), 0, BLOCKS)])
+    assert worker.flush(10)
+    for i, writing in enumerate(store.writing):
+        (lose if i in lost else write)(writing)
+    assert worker.counts() == dict.fromkeys(CHUNK_ENDS, 0) | {"failed": 1}
+    assert store.stats().put_failures == len(lost)
+    worker.close()
+
+
+def test_a_store_that_loses_what_it_took_is_not_asked_for_a_while() -> None:
+    now = 1000.0
+
+    def save(num_chunks: int, end: Callable[[Future[None]], None]) -> None:
+        before = len(store.writing)
+        worker.save([SaveJob("s", tuple(TOKENS[: num_chunks * CHUNK]), 0, BLOCKS)])
+        assert worker.flush(10)
+        for writing in store.writing[before:]:
+            end(writing)
+
+    store = WritesLater()
+    worker = SenderWorker(
+        FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK), store, NAMESPACE, []
+    )
+    worker.puts = Breaker(clock=lambda: now)
+    save(MOST_FAILURES, lose)
+    asked = len(store.writing)
+    save(4, write)
+    assert len(store.writing) == asked
+    assert worker.new_counts() == dict.fromkeys(CHUNK_ENDS, 0) | {"failed": 3, "resting": 4}
+    assert worker.puts.new_rests() == 1
+    now += REST_SECONDS
+    save(4, lose)  # the first of them tries; taken is not written
+    assert worker.new_counts() == dict.fromkeys(CHUNK_ENDS, 0) | {"failed": 1, "resting": 3}
+    now += REST_SECONDS
+    assert worker.puts.is_resting()
+    now += REST_SECONDS
+    save(1, write)
+    save(4, write)
+    assert worker.new_counts() == dict.fromkeys(CHUNK_ENDS, 0) | {"stored": 5}
+    worker.close()
+
+
+def test_nothing_is_put_behind_an_object_that_is_lost() -> None:
+    class LosesAtOnce(WritesLater):
+        def _write(self, name: ObjectName, buffer: Tensor) -> Future[None]:
+            writing = super()._write(name, buffer)
+            lose(writing)
+            return writing
+
+    store = LosesAtOnce()
+    worker = SenderWorker(
+        FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK), store, NAMESPACE, []
+    )
+    worker.save([SaveJob("s", tuple(TOKENS[:CHUNK]), 0, BLOCKS)])
+    assert worker.flush(10)
+    assert len(store.writing) == 1
     worker.close()
 
 
