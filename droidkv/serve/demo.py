@@ -21,6 +21,7 @@ from droidkv.serve.audit import read_audit
 from droidkv.serve.connector_plan import AuditRecord
 from droidkv.serve.http_client import complete, read_text
 from droidkv.serve.launch import launch
+from droidkv.serve.opening import check_address
 from droidkv.serve.processes import ServerProcess, free_port, serving
 from droidkv.serve.settings import ServeSettings, with_miss_policy
 from droidkv.tasks import Item, Task
@@ -99,8 +100,11 @@ def run_demo(
 
     Raises:
         ServeError: A server did not start, or nothing was reused.
+        StorageError: The store's address is wrong.
     """
     folder = settings.folder
+    if settings.store is not None:
+        check_address(settings.store)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     audit = folder / "audit.jsonl"

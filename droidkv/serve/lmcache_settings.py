@@ -10,7 +10,14 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
 from droidkv.errors import StorageError, unknown_name
 
-REMOTE_SCHEMES = ("fs", "lm", "redis", "rediss", "unix")
+_FORMS = {
+    "fs": "fs:///absolute/folder",
+    "lm": "lm://host:port",
+    "redis": "redis://host:port",
+    "rediss": "rediss://host:port",
+    "unix": "unix:///socket",
+}
+REMOTE_SCHEMES = tuple(_FORMS)
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 # A stalled server fails a call after this long instead of never.
 SOCKET_SECONDS = 5.0
@@ -49,11 +56,9 @@ class LMCacheSettings:
                 raise StorageError(
                     unknown_name("scheme of a remote_url", self.scheme, REMOTE_SCHEMES)
                 )
-            parts = urlsplit(self.remote_url)
-            if self.scheme == "lm" and (parts.hostname is None or parts.port is None):
-                raise StorageError(f"expected lm://host:port, got {self.remote_url!r}")
-            if self.scheme == "fs" and not parts.path.startswith("/"):
-                raise StorageError(f"expected fs:///absolute/folder, got {self.remote_url!r}")
+            form = _FORMS[self.scheme]
+            if not _has_form(self.scheme, urlsplit(self.remote_url)):
+                raise StorageError(f"expected {form}, got {self.remote_url!r}")
         if self.max_local_cpu_gib <= 0 or self.max_local_disk_gib <= 0 or self.put_seconds < 0:
             raise StorageError(
                 f"expected max_local_cpu_gib > 0, max_local_disk_gib > 0 and put_seconds >= 0, "
@@ -110,6 +115,16 @@ class LMCacheSettings:
             options |= dict(parse_qsl(parts.query))
             return _url(parts, options)
         return self.remote_url
+
+
+def _has_form(scheme: str, parts: SplitResult) -> bool:
+    if scheme in ("fs", "unix"):  # what follows two slashes would be taken for a host
+        return parts.netloc == "" and parts.path.startswith("/")
+    try:
+        port = parts.port
+    except ValueError:  # none that there is
+        return False
+    return parts.hostname is not None and (port is not None or scheme != "lm")
 
 
 def _url(parts: SplitResult, options: Mapping[str, str]) -> str:

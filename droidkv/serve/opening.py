@@ -47,6 +47,20 @@ def lend_store(address: str, store: Store) -> None:
         _opened[address] = _Opened(store, num_users=1)
 
 
+def check_address(address: str) -> None:
+    """Refuse what no store has for an address, without opening one.
+
+    Raises:
+        ServeError: There is no such kind of store.
+        StorageError: The rest of the address, or an option, is wrong.
+    """
+    scheme = urlsplit(address).scheme
+    if scheme in LMCACHE_SCHEMES:
+        LMCacheSettings.parse(address, chunk_tokens=1)
+    elif scheme != "memory":
+        raise ServeError(unknown_name("kind of store", scheme, ("memory", *LMCACHE_SCHEMES)))
+
+
 def open_store(address: str, chunk_tokens: int) -> Store:
     """Open a store by its address; a scheduler and a worker in one process share it.
 
@@ -84,11 +98,9 @@ def release_store(address: str) -> None:
 
 
 def _open(address: str, chunk_tokens: int) -> Store:
-    scheme = urlsplit(address).scheme
-    if scheme == "memory":
+    check_address(address)
+    if urlsplit(address).scheme == "memory":
         return MemoryStore(chunk_tokens)
-    if scheme in LMCACHE_SCHEMES:
-        module = import_module("droidkv.serve.lmcache_store")
-        store: Store = module.LMCacheStore(LMCacheSettings.parse(address, chunk_tokens))
-        return store
-    raise ServeError(unknown_name("kind of store", scheme, ("memory", *LMCACHE_SCHEMES)))
+    module = import_module("droidkv.serve.lmcache_store")
+    store: Store = module.LMCacheStore(LMCacheSettings.parse(address, chunk_tokens))
+    return store

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from droidkv.pair import ModelRef
 from droidkv.plan import ReusePlan
 from droidkv.serve.keys import namespace_digest
 from droidkv.serve.launch import passed_value, vllm_version
-from droidkv.serve.opening import LMCACHE_SCHEMES
+from droidkv.serve.opening import LMCACHE_SCHEMES, check_address
 from droidkv.serve.settings import (
     ReceiverPair,
     ServeSettings,
@@ -33,6 +34,7 @@ from droidkv.serve.vllm_plugin import ARCHITECTURE_CLASSES, PLUGIN_GROUP, PLUGIN
 
 _DEFAULT_PORTS = {"redis": 6379, "rediss": 6379}
 _CONNECT_SECONDS = 2.0
+_LITTLE_ROOM = 1 << 30
 _FINE_CHUNK_TOKENS = 16
 _CPU_BLOCK_TOKENS = 128  # vLLM's default on a CPU
 _REFUSED_VALUES = {
@@ -44,6 +46,7 @@ _REFUSED_VALUES = {
 _REFUSED_FLAGS: dict[str, tuple[str, ...]] = {
     "speculative decoding": ("--speculative-config", "-sc"),
     "quantised weights": ("--quantization", "-q"),
+    "weight transfer": ("--weight-transfer-config",),
 }
 
 
@@ -105,6 +108,10 @@ def check_dtype(dtype: str) -> Check:
 
 def check_store(address: str) -> Check:
     """Whether others can reach the store, and whether it is there."""
+    try:
+        check_address(address)
+    except DroidKVError as error:
+        return Check("store", "fail", str(error), "give another --store")
     parts = urlsplit(address)
     if parts.scheme in ("memory", "local"):
         advice = "name one that other processes reach, such as fs:///FOLDER or redis://HOST:PORT"
@@ -115,10 +122,16 @@ def check_store(address: str) -> Check:
             folder.mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):
                 return Check("store", "fail", f"{folder} cannot be written", "choose another")
-        elif parts.hostname is not None:
+            if (free := shutil.disk_usage(folder).free) < _LITTLE_ROOM:
+                advice = "make room: what a full disk does not take is not stored"
+                return Check("store", "warn", f"{folder} has {free / 2**20:.0f} MiB left", advice)
+        elif parts.scheme == "unix":
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(parts.path)
+        else:
             port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
             socket.create_connection((parts.hostname, port), _CONNECT_SECONDS).close()
-    except (OSError, ValueError) as error:
+    except OSError as error:
         advice = "start it; until then nothing is stored and every request is prefilled"
         return Check("store", "warn", f"{address}: {error}", advice)
     return Check("store", "ok", address)

@@ -28,12 +28,13 @@ def purge(address: str, namespace: str) -> int:
 
     Raises:
         ServeError: The backend cannot list what it holds, or the namespace is none.
-        StorageError: It cannot be reached or written.
+        StorageError: It cannot be reached or written, or the address is wrong.
     """
     if not _DIGEST.fullmatch(namespace):
         raise ServeError(f"expected a namespace of 64 hexadecimal digits, got {namespace!r}")
     scheme = urlsplit(address).scheme
     if scheme == "fs":
+        LMCacheSettings.parse(address, chunk_tokens=1)
         return _purge_folder(Path(urlsplit(address).path), namespace)
     if scheme in ("redis", "rediss", "unix"):
         return _purge_redis(address, namespace)

@@ -45,6 +45,13 @@ def test_an_address_is_read(address: str, expected: LMCacheSettings) -> None:
         ("h:1", "unknown scheme"),
         ("lm://h", "lm://host:port"),
         ("fs://folder", "absolute"),
+        ("fs://some/folder", "absolute"),
+        ("fs:folder", "absolute"),
+        ("unix://run/redis", "unix:///socket"),
+        ("redis://", "redis://host:port"),
+        ("redis://h:99999", "redis://host:port"),
+        ("rediss://h:x", "rediss://host:port"),
+        ("lm://h:x", "lm://host:port"),
         ("local://?cpu_gib=much", "number for cpu_gib"),
         ("local://?cpu_gib=0", "max_local_cpu_gib > 0"),
     ],
@@ -73,7 +80,8 @@ def test_lmcache_gets_the_url_it_wants(url: str | None, lmcache_url: str | None)
 
 def test_every_scheme_is_taken() -> None:
     for scheme in REMOTE_SCHEMES:
-        assert LMCacheSettings(f"{scheme}://host:1/path").scheme == scheme
+        host = "" if scheme in ("fs", "unix") else "host:1"
+        assert LMCacheSettings(f"{scheme}://{host}/path").scheme == scheme
 
 
 def test_importing_the_store_does_not_import_lmcache() -> None:

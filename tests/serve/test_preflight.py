@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +78,7 @@ def test_an_architecture_that_is_not_served_is_named() -> None:
         (("-pp=2",), "pipeline_parallel_size"),
         (("--speculative-config", "{}"), "speculative-config"),
         (("--kv-cache-dtype", "fp8"), "kv-cache-dtype"),
+        (("--weight-transfer-config", '{"backend": "ipc"}'), "weight-transfer-config"),
         (("--enable-lora",), "enable-lora"),
     ],
 )
@@ -106,3 +108,26 @@ def test_a_store_that_is_not_there_is_said(tmp_path: Path) -> None:
     assert check_store(f"fs://{tmp_path}/new").status == "ok"
     (tmp_path / "file").touch()
     assert check_store(f"fs://{tmp_path}/file").status == "warn"
+    assert check_store(f"unix://{tmp_path}/file").status == "warn"
+
+
+@pytest.mark.parametrize(
+    ("address", "named"),
+    [
+        ("fs://some/folder", "fs:///absolute/folder"),
+        ("redis://127.0.0.1:99999", "redis://host:port"),
+        ("http://127.0.0.1:1", "unknown kind of store 'http'"),
+        ("/a/folder", "unknown kind of store ''"),
+        ("fs:///x?cpu_gib=much", "cpu_gib"),
+    ],
+)
+def test_an_address_that_no_store_has_is_no_reason_to_start(address: str, named: str) -> None:
+    found = check_store(address)
+    assert found.status == "fail" and named in found.found
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=5 * 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    found = check_store(f"fs://{tmp_path}")
+    assert found.status == "warn" and "5 MiB" in found.found

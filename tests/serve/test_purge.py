@@ -20,6 +20,8 @@ def test_a_folder_is_emptied_of_one_namespace_only(tmp_path: Path) -> None:
     assert purge(f"fs://{tmp_path}", MINE) == 2
     assert [path.name for path in tmp_path.iterdir()] == [f"{OTHERS}@1.data"]
     assert purge(f"fs://{tmp_path}/none", MINE) == 0
+    with pytest.raises(StorageError, match="absolute"):
+        purge("fs://some/folder", MINE)
 
 
 @pytest.mark.parametrize("address", ["lm://127.0.0.1:1", "local://", "memory://x"])
