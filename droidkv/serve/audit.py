@@ -6,18 +6,18 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from droidkv.errors import DroidKVError, ServeError, StorageError
 from droidkv.fields import Fields
 from droidkv.jsonio import parse_json
-from droidkv.serve.connector_plan import AuditRecord, Fallback, LoadReport, Span
+from droidkv.serve.connector_plan import AuditRecord, Fallback, LoadReport, Span, SpanKind
 from droidkv.serve.metrics import outcome
 
 PERCENTILES = (50, 90, 99)
-# Rows of a trace: what the store's thread and what the engine's thread does.
-_THREADS = {"load": 1, "enter": 2, "recompute": 2, "wait": 2, "suffix": 2}
-_THREAD_NAMES = {1: "load", 2: "engine"}
+# Rows of a trace: what the engine's thread does, and what the two that load do.
+_ENGINE, _LOADERS = 1, (2, 3)
+_THREAD_NAMES = {_ENGINE: "engine", **dict.fromkeys(_LOADERS, "load")}
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,12 @@ def chrome_trace(records: Iterable[AuditRecord]) -> dict[str, Any]:
         events.append(_named("process_name", process, 0, name))
         for thread, name in _THREAD_NAMES.items():
             events.append(_named("thread_name", process, thread, name))
+        free_at = dict.fromkeys(_LOADERS, 0.0)
         for span in sorted(record.report.spans, key=lambda span: span.start):
+            thread = _ENGINE
+            if span.kind == "load":
+                thread = next((t for t in _LOADERS if free_at[t] <= span.start), _LOADERS[-1])
+                free_at[thread] = span.stop
             events.append(
                 {
                     "name": span.kind if span.layer is None else f"{span.kind} {span.layer}",
@@ -102,7 +107,7 @@ def chrome_trace(records: Iterable[AuditRecord]) -> dict[str, Any]:
                     "ts": round((span.start - first) * 1e6, 1),
                     "dur": round(max(span.stop - span.start, 0.0) * 1e6, 1),
                     "pid": process,
-                    "tid": _THREADS[span.kind],
+                    "tid": thread,
                     "args": {} if span.layer is None else {"layer": span.layer},
                 }
             )
@@ -187,6 +192,6 @@ def record_from_json(value: object, where: str) -> AuditRecord:
 def _span(value: list[Any], where: str) -> Span:
     match value:
         case [str(kind), int() | None as layer, float() | int() as start, float() | int() as stop]:
-            if kind in _THREADS:
+            if kind in get_args(SpanKind):
                 return Span(kind, layer, start, stop)  # type: ignore[arg-type]
     raise ServeError(f"{where}: expected a span [kind, layer, start, stop], got {value!r}")

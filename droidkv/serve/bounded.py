@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -34,12 +35,21 @@ class BoundedCalls:
         self._num_idle = 0
         self._lock = threading.Lock()
 
-    def call(self, function: Callable[[], T], deadline: float) -> T:
+    def call(
+        self,
+        function: Callable[[], T],
+        deadline: float,
+        drop: Callable[[T], object] = lambda _: None,
+    ) -> T:
         """What `function` returns or raises.
 
+        Args:
+            function: What to run.
+            deadline: Moment to give up at.
+            drop: Given what it returns too late.
+
         Raises:
-            TimeoutError: It did not return by the deadline. It may still be running; what it
-                returns later is dropped.
+            TimeoutError: It did not return by the deadline. It may still be running.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -54,6 +64,7 @@ class BoundedCalls:
             return future.result(max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             if future.cancel() or not future.done():
+                future.add_done_callback(partial(_drop_result, drop))
                 raise TimeoutError("it did not return by the deadline") from None
             raise  # the call's own
 
@@ -81,3 +92,8 @@ class BoundedCalls:
             del future, function, job
             with self._lock:
                 self._num_idle += 1
+
+
+def _drop_result(drop: Callable[[T], object], future: Future[T]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        drop(future.result())

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -76,6 +76,8 @@ class LMCacheStore(Store):
         self._lm_lock: asyncio.Lock | None = None
         self._max_pending_bytes = int(settings.max_local_cpu_gib * _GIB / 2)
         self._pending: dict[Future, int] = {}
+        self._most_lent_bytes = int(settings.max_local_cpu_gib * _GIB / 4)
+        self._lent_bytes = 0
         self._changed = threading.Condition()
         self._on_disk_soon: set[Any] = set()
         self._gets = threading.Semaphore(_GETS_IN_FLIGHT)
@@ -116,7 +118,7 @@ class LMCacheStore(Store):
     def _write(self, name: ObjectName, buffer: Tensor) -> Future | None:
         self._require_open()
         num_bytes = buffer.numel()
-        memory_bytes = -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        memory_bytes = _memory_bytes(num_bytes)
         self._wait_for_room(memory_bytes)
         if self._remote is not None:
             self._connection()
@@ -146,9 +148,14 @@ class LMCacheStore(Store):
         self._require_open()
         return self._calls.call(partial(self._count_now, names, deadline), deadline)
 
-    def _read(self, names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
+    def _read(
+        self, names: Sequence[ObjectName], deadline: float, lent: ExitStack
+    ) -> list[Tensor | None]:
         self._require_open()
-        return self._calls.call(partial(self._read_now, names, deadline), deadline)
+        read = partial(self._read_now, names, deadline)
+        found, held = self._calls.call(read, deadline, drop=lambda late: late[1].close())
+        lent.push(held)
+        return found
 
     def _forget(self, name: ObjectName) -> None:
         for backend in self._local_backends():
@@ -162,27 +169,32 @@ class LMCacheStore(Store):
             absent = absent[self._count_remote([keys[i] for i in absent], deadline) :]
         return absent[0] if absent else len(keys)
 
-    def _read_now(self, names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
+    def _read_now(
+        self, names: Sequence[ObjectName], deadline: float
+    ) -> tuple[list[Tensor | None], ExitStack]:
         keys = [self._key(name) for name in names]
-        found = [self._read_local(key) for key in keys]
-        absent = [i for i, buffer in enumerate(found) if buffer is None]
-        if absent and self._remote is not None:
-            fetched = self._read_remote([keys[i] for i in absent], deadline)
-            for i, buffer in zip(absent, fetched, strict=True):
-                found[i] = buffer
-        return found
+        with ExitStack() as held:
+            found = [self._read_local(key, held) for key in keys]
+            absent = [i for i, buffer in enumerate(found) if buffer is None]
+            if absent and self._remote is not None:
+                fetched = self._read_remote([keys[i] for i in absent], deadline, held)
+                for i, buffer in zip(absent, fetched, strict=True):
+                    found[i] = buffer
+            return found, held.pop_all()
 
-    def _read_local(self, key: Any) -> Tensor | None:
+    def _read_local(self, key: Any, held: ExitStack) -> Tensor | None:
         for backend in self._local_backends():
             try:
                 memory = backend.get_blocking(key)
             except (OSError, KeyError, AssertionError):  # its file is gone, or memory is full
                 continue
             if memory is not None:
-                return self._taken(key, memory)
+                return self._lent(key, memory, held)
         return None
 
-    def _read_remote(self, keys: Sequence[Any], deadline: float) -> list[Tensor | None]:
+    def _read_remote(
+        self, keys: Sequence[Any], deadline: float, held: ExitStack
+    ) -> list[Tensor | None]:
         """The objects in order, several on their way at once.
 
         None is ever cancelled: cancelling a call of LMCache's Redis client ends one of the four
@@ -202,7 +214,7 @@ class LMCacheStore(Store):
                     found.append(None)
                     self._require_absent(connection, key, deadline)
                 else:
-                    found.append(self._taken(key, memory))
+                    found.append(self._lent(key, memory, held))
         finally:
             for future in running:
                 future.add_done_callback(_release)
@@ -258,16 +270,29 @@ class LMCacheStore(Store):
                 self._drop(connection)
                 raise
 
-    def _taken(self, key: Any, memory: Any) -> Tensor:
-        """The object's bytes, copied out of LMCache's memory, which may keep them too."""
-        try:
+    def _lent(self, key: Any, memory: Any, held: ExitStack) -> Tensor:
+        """The object's bytes in LMCache's memory, which does not reuse it while they are held.
+
+        Past a quarter of it they are copied out, since what is read next needs room too.
+        """
+        lent: Tensor = memory.tensor
+        num_bytes = _memory_bytes(lent.nbytes)
+        with ExitStack() as until_copied:
+            until_copied.callback(memory.ref_count_down)
             for backend in self._local_backends():
                 if str(backend) == _MEMORY and not backend.contains(key):
                     backend.batched_submit_put_task([key], [memory])
-            copied: Tensor = memory.tensor.clone()
-            return copied
-        finally:
-            memory.ref_count_down()
+            with self._changed:
+                if self._lent_bytes + num_bytes > self._most_lent_bytes:
+                    return lent.clone()
+                self._lent_bytes += num_bytes
+            held.push(until_copied.pop_all())
+            held.callback(self._returned, num_bytes)
+        return lent
+
+    def _returned(self, num_bytes: int) -> None:
+        with self._changed:
+            self._lent_bytes -= num_bytes
 
     def _wait_for_room(self, num_bytes: int) -> None:
         # Pending objects cannot be evicted, and reading needs room too.
@@ -351,6 +376,10 @@ class LMCacheStore(Store):
 def open_lmcache(address: str, chunk_tokens: int) -> LMCacheStore:
     """Open a store by its address; see `LMCacheSettings.parse`."""
     return LMCacheStore(LMCacheSettings.parse(address, chunk_tokens))
+
+
+def _memory_bytes(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def _start_manager(settings: LMCacheSettings) -> Any:

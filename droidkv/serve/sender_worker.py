@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Literal, get_args
 
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from droidkv.serve.breaker import Breaker
 from droidkv.serve.connector_plan import SaveJob, slots_of
+from droidkv.serve.paged_model import PagedModel
 from droidkv.serve.store import ChunkKey, Store, chunk_keys, deadline_in
-from droidkv.serve.worker_half import PagedModel
+from droidkv.serve.threads import background_pool
 
 # What came of a chunk. `resting`: the store is not asked, having failed several times in a row.
 ChunkEnd = Literal["stored", "failed", "resting", "without_hidden", "weights_changed"]
@@ -81,7 +82,7 @@ class SenderWorker:
         self._store = store
         self._namespace = namespace
         self._hidden_layers = list(hidden_layers)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="droidkv-save")
+        self._pool = background_pool(1, "save")
         self._room = threading.Semaphore(most_pending)
         self.puts = Breaker()
         self._counting = threading.Lock()

@@ -11,9 +11,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -187,15 +187,25 @@ class Store(ABC):
         self, keys: Sequence[ChunkKey], layer: int, deadline: float
     ) -> list[tuple[Tensor, Tensor]]:
         """`get_kv` of several chunks at once, which most backends do faster than one by one."""
+        with self.lent_kv_chunks(keys, layer, deadline) as pairs:
+            return [(each.clone(), other.clone()) for each, other in pairs]
+
+    @contextmanager
+    def lent_kv_chunks(
+        self, keys: Sequence[ChunkKey], layer: int, deadline: float
+    ) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """`get_kv_chunks` without a copy, for reading only, until the context ends."""
         names = [ObjectName(key, ObjectKind.KV, layer) for key in keys]
-        return [(pair[0], pair[1]) for pair in self._get(names, 4, deadline)]
+        with ExitStack() as lent:
+            yield [(pair[0], pair[1]) for pair in self._get(names, 4, deadline, lent)]
 
     def get_hidden_chunks(
         self, keys: Sequence[ChunkKey], layer: int, deadline: float
     ) -> list[Tensor]:
         """`get_hidden` of several chunks at once."""
         names = [ObjectName(key, ObjectKind.HIDDEN, layer) for key in keys]
-        return [stacked[0] for stacked in self._get(names, 3, deadline)]
+        with ExitStack() as lent:
+            return [stacked[0].clone() for stacked in self._get(names, 3, deadline, lent)]
 
     def stats(self) -> StoreStats:
         """What was done so far."""
@@ -224,10 +234,13 @@ class Store(ABC):
         """How many are there before the first absent one; may raise as `_read`."""
 
     @abstractmethod
-    def _read(self, names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
+    def _read(
+        self, names: Sequence[ObjectName], deadline: float, lent: ExitStack
+    ) -> list[Tensor | None]:
         """The bytes of each object, None for an absent one; may raise anything.
 
-        `TimeoutError` means a timeout. Nobody else may hold the tensors.
+        `TimeoutError` means a timeout. The tensors are read, never written, until `lent` is closed,
+        which gives back what the backend put there.
         """
 
     @abstractmethod
@@ -260,12 +273,12 @@ class Store(ABC):
         return True
 
     def _get(
-        self, names: Sequence[ObjectName], num_dimensions: int, deadline: float
+        self, names: Sequence[ObjectName], num_dimensions: int, deadline: float, lent: ExitStack
     ) -> list[Tensor]:
         try:
             if time.monotonic() >= deadline:
                 raise TimeoutError("the deadline had passed before the first byte was asked for")
-            buffers = self._read(names, deadline)
+            buffers = self._read(names, deadline, lent)
             if time.monotonic() > deadline:
                 raise TimeoutError("it came after the deadline")
             if len(buffers) != len(names):
@@ -325,9 +338,10 @@ class MemoryStore(Store):
     def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
         return sum(1 for _ in itertools.takewhile(self._objects.__contains__, names))
 
-    def _read(self, names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
-        found = [self._objects.get(name) for name in names]
-        return [None if buffer is None else buffer.clone() for buffer in found]
+    def _read(
+        self, names: Sequence[ObjectName], deadline: float, lent: ExitStack
+    ) -> list[Tensor | None]:
+        return [self._objects.get(name) for name in names]
 
     def _forget(self, name: ObjectName) -> None:
         self._objects.pop(name, None)

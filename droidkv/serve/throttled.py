@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 
 from torch import Tensor
 
@@ -92,9 +93,11 @@ class ThrottledStore(Store):
     def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
         return self._store._count_leading(names, deadline)
 
-    def _read(self, names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
+    def _read(
+        self, names: Sequence[ObjectName], deadline: float, lent: ExitStack
+    ) -> list[Tensor | None]:
         began, bucket = time.monotonic(), self._bucket
-        found = self._store._read(names, deadline)
+        found = self._store._read(names, deadline, lent)
         if bucket is not None:
             num_bytes = sum(buffer.numel() for buffer in found if buffer is not None)
             done_at = bucket.reserve(num_bytes, began)

@@ -1,4 +1,4 @@
-"""vLLM's paged cache and decoder layers behind `droidkv.serve.worker_half.PagedModel`."""
+"""vLLM's paged cache and decoder layers behind `droidkv.serve.paged_model.PagedModel`."""
 
 from __future__ import annotations
 
@@ -119,11 +119,16 @@ class VllmPagedModel:
         attention, cache = self._attentions[layer], self._caches[layer]
         attention.impl.do_kv_cache_update(
             attention,
-            keys.transpose(0, 1).to(self._device).contiguous(),
-            values.transpose(0, 1).to(self._device).contiguous(),
+            self._by_token(keys),
+            self._by_token(values),
             cache,
             slots.to(self._device),
         )
+
+    def _by_token(self, part: Tensor) -> Tensor:
+        """`[num_tokens, num_kv_heads, head_dim]`; CPU kernels take any strides."""
+        part = part.transpose(0, 1).to(self._device)
+        return part if part.device.type == "cpu" else part.contiguous()
 
     def read_hidden(self, layer: int, slots: Tensor) -> Tensor | None:
         slots = slots.to(self._device)

@@ -109,6 +109,21 @@ class StoreConformance:
             assert torch.equal(keys, written[key.index][0])
             assert torch.equal(values, written[key.index][1])
 
+    def test_what_is_lent_stays_as_it_is_until_it_is_given_back(self, store: Store) -> None:
+        keys, values = random_kv()
+        for key in KEYS:
+            store.put_kv(key, 3, keys, values)
+        assert store.flush(soon())
+        with store.lent_kv_chunks(KEYS, 3, soon()) as pairs:
+            for layer in range(4, 12):  # others come and go meanwhile
+                store.put_kv(KEYS[0], layer, *random_kv())
+            assert store.flush(soon())
+            store.get_kv_chunks(KEYS[:1], 5, soon())
+            for each, other in pairs:
+                assert torch.equal(each, keys) and torch.equal(other, values)
+        with pytest.raises(StoreMiss), store.lent_kv_chunks([KEYS[0], KEYS[1]], 4, soon()):
+            pytest.fail("one of the two is not there")
+
     def test_one_absent_chunk_of_several_is_a_miss(self, store: Store) -> None:
         store.put_hidden(KEYS[0], 1, random_hidden())
         assert store.flush(soon())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -17,8 +18,9 @@ Buffers = list[Tensor | None]
 
 def _flipped(names: Sequence[ObjectName], found: Buffers, position: int) -> Buffers:
     assert found[-1] is not None
-    found[-1][position] ^= 0x10
-    return found
+    flipped = found[-1].clone()
+    flipped[position] ^= 0x10
+    return [*found[:-1], flipped]
 
 
 def _cut(names: Sequence[ObjectName], found: Buffers) -> Buffers:
@@ -88,9 +90,9 @@ class FaultyStore(Store):
             return len(names)  # it was there a moment ago, says a backend that is wrong
         return self.inner._count_leading(names, deadline)
 
-    def _read(self, names: Sequence[ObjectName], deadline: float) -> Buffers:
+    def _read(self, names: Sequence[ObjectName], deadline: float, lent: ExitStack) -> Buffers:
         is_faulty = self._call("read", deadline)
-        found = self.inner._read(names, deadline)
+        found = self.inner._read(names, deadline, lent)
         return ANSWERS[self.fault][0](names, found) if is_faulty else found
 
     def _forget(self, name: ObjectName) -> None:

@@ -13,6 +13,8 @@ from droidkv.serve.metrics import METRICS, of_request, of_rests, of_saves
 
 SPANS = [
     Span("load", 2, 100.0, 100.25),
+    Span("load", 3, 100.1, 100.3),
+    Span("load", 4, 100.25, 100.4),
     Span("enter", 2, 100.25, 100.26),
     Span("recompute", 2, 100.26, 100.5),
     Span("wait", None, 100.5, 100.75),
@@ -122,12 +124,13 @@ def test_a_trace_is_what_chrome_reads() -> None:
     assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in spans)
     assert [(event["name"], event["ts"], event["dur"]) for event in spans[:2]] == [
         ("load 2", 0, 250_000),
-        ("enter 2", 250_000, 10_000),
+        ("load 3", 100_000, 200_000),
     ]
-    # The engine's pieces stand in one row and do not overlap.
-    engine = [event for event in spans if event["tid"] == 2]
-    for before, after in pairwise(engine):
-        assert before["ts"] + before["dur"] <= after["ts"] + 0.2
+    # Two loads at once stand in two rows; in no row pieces overlap.
+    assert len({event["tid"] for event in spans if event["cat"] == "load"}) == 2
+    for row in {event["tid"] for event in spans}:
+        for before, after in pairwise(event for event in spans if event["tid"] == row):
+            assert before["ts"] + before["dur"] <= after["ts"] + 0.2
 
 
 def test_a_trace_needs_a_timeline() -> None:

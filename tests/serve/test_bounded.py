@@ -41,6 +41,23 @@ def test_a_call_that_does_not_return_ends_at_its_deadline() -> None:
     calls.stop(deadline_in(10))
 
 
+def test_what_comes_too_late_is_given_to_whoever_gives_it_back() -> None:
+    calls, release = BoundedCalls(1, "test"), threading.Event()
+    late: list[str] = []
+
+    def answer() -> str:
+        release.wait(60)
+        return "held"
+
+    with pytest.raises(TimeoutError):
+        calls.call(answer, deadline_in(0.05), late.append)
+    assert late == []
+    release.set()
+    assert calls.call(lambda: "in time", deadline_in(10), late.append) == "in time"
+    calls.stop(deadline_in(10))
+    assert late == ["held"]
+
+
 def test_idle_threads_are_used_again() -> None:
     calls = BoundedCalls(8, "reused")
     for _ in range(20):

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,7 +73,7 @@ class SaltedStore(LMCacheStore):
 class RemoteOnly(SaltedStore):
     """Reads nothing from its own memory: what another process would find."""
 
-    def _read_local(self, key: Any) -> None:
+    def _read_local(self, key: Any, held: ExitStack) -> None:
         return None
 
     def _local_backends(self) -> Iterator[Any]:
@@ -231,6 +232,28 @@ def test_what_memory_evicts_comes_from_the_folder(tmp_path: Path) -> None:
     assert store.flush(soon())
     found = store.get_hidden_chunks(keys, 1, deadline_in(60))
     assert all(torch.equal(one, other) for one, other in zip(found, values, strict=True))
+    store.close()
+
+
+def test_what_is_lent_is_not_evicted_and_is_all_given_back(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, remote_url=f"fs://{tmp_path}", max_local_cpu_gib=MIB / 2)
+    store = LMCacheStore(settings)  # 128 pages of 4 KiB, of which 32 may be lent
+    keys = chunk_keys(SENDER, range(100 * CHUNK_TOKENS), CHUNK_TOKENS)
+    pairs = [random_kv() for _ in keys]  # two pages each
+    for key, pair in zip(keys, pairs, strict=True):
+        assert store.put_kv(key, 1, *pair)
+    assert store.flush(soon())
+    for _ in range(3):  # what was not given back would be missing the next time
+        with store.lent_kv_chunks(keys[:40], 1, deadline_in(60)) as lent:
+            assert 0 < store._lent_bytes <= store._most_lent_bytes
+            store.get_kv_chunks(keys[40:], 1, deadline_in(60))
+            for found, pair in zip(lent, pairs, strict=False):
+                assert all(map(torch.equal, found, pair))
+        assert store._lent_bytes == 0
+    held = [
+        memory.get_ref_count() for memory in store._manager.local_cpu_backend.hot_cache.values()
+    ]
+    assert held and set(held) == {1}
     store.close()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -344,6 +345,7 @@ def absent(name: ObjectName, found: Tensor | None) -> Tensor | None:
 
 def corrupt(name: ObjectName, found: Tensor | None) -> Tensor | None:
     if found is not None:
+        found = found.clone()
         found[-1] ^= 1
     return found
 
@@ -388,10 +390,12 @@ def test_any_fault_gives_the_requests_own_prefill(
     read = store._read
     whole = dict(store._objects)  # the store forgets objects that it finds damaged
 
-    def faulty(names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
+    def faulty(
+        names: Sequence[ObjectName], deadline: float, lent: ExitStack
+    ) -> list[Tensor | None]:
         return [
             fault(name, each) if (name.kind, name.layer) == where and name.key.index == 1 else each
-            for name, each in zip(names, read(names, deadline), strict=True)
+            for name, each in zip(names, read(names, deadline, lent), strict=True)
         ]
 
     load_so(engine, monkeypatch, way)
@@ -420,7 +424,9 @@ def test_a_store_that_fails_always_ends_every_request(
     load_so(engine, monkeypatch, ("streamed", load))
     store: Any = open_store(STORE, CHUNK)
 
-    def refuse(names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
+    def refuse(
+        names: Sequence[ObjectName], deadline: float, lent: ExitStack
+    ) -> list[Tensor | None]:
         raise ConnectionError("gone")
 
     monkeypatch.setattr(store, "_read", refuse)
@@ -497,11 +503,13 @@ class hanging_reads:
         self.release, self.hanging = threading.Event(), threading.Event()
         read = store._read
 
-        def hang(names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
+        def hang(
+            names: Sequence[ObjectName], deadline: float, lent: ExitStack
+        ) -> list[Tensor | None]:
             if names[0].kind == "kv" and names[0].layer == LAYERS - 1:
                 self.hanging.set()
                 self.release.wait(600)
-            found: list[Tensor | None] = read(names, deadline)
+            found: list[Tensor | None] = read(names, deadline, lent)
             return found
 
         patch.setattr(store, "_read", hang)

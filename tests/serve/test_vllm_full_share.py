@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -205,16 +206,21 @@ def test_a_load_that_fails_ends_in_an_error(
     store: Any = open_store(STORE, CHUNK)
     read, whole = store._read, dict(store._objects)  # damaged objects are forgotten
 
-    def faulty(names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
-        found: list[Tensor | None] = read(names, deadline)
+    def faulty(
+        names: Sequence[ObjectName], deadline: float, lent: ExitStack
+    ) -> list[Tensor | None]:
+        found: list[Tensor | None] = read(names, deadline, lent)
         if names[0].layer != 1:
             return found
         if fault == "load_backend_down":
             raise ConnectionError("gone")
-        for each in found:
+        if fault == "load_absent":
+            return [None] * len(found)
+        damaged = [each if each is None else each.clone() for each in found]
+        for each in damaged:
             if each is not None:
                 each[-1] ^= 1
-        return [None] * len(found) if fault == "load_absent" else found
+        return damaged
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "_read", faulty)

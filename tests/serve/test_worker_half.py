@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 
@@ -43,8 +44,10 @@ class FaultyStore(MemoryStore):
         super().__init__(chunk_tokens)
         self.fault: Callable[[ObjectName, Tensor | None], Tensor | None] | None = None
 
-    def _read(self, names: Sequence[ObjectName], deadline: float) -> list[Tensor | None]:
-        found = super()._read(names, deadline)
+    def _read(
+        self, names: Sequence[ObjectName], deadline: float, lent: ExitStack
+    ) -> list[Tensor | None]:
+        found = super()._read(names, deadline, lent)
         if self.fault is None:
             return found
         return [self.fault(name, each) for name, each in zip(names, found, strict=True)]
