@@ -521,6 +521,10 @@ def test_a_request_may_choose_its_order(
     worker.start([replace(job("[2,4)"), order="all_first")])
     spans = worker.end_step().reports["r"].spans
     loads = [span for span in spans if span.kind == "load"]
-    assert [span.layer for span in loads] == [2, 2, 2, 3, 0, 1, 4, 5]
+    assert [span.layer for span in loads[:2]] == [2, 2]  # E, in two pieces
+    # Two threads load, so neighbours may change places.
+    places = [[2, 3, 0, 1, 4, 5].index(span.layer or 0) for span in loads[2:]]
+    assert sorted(places) == [0, 1, 2, 3, 4, 5]
+    assert all(abs(place - index) <= 1 for index, place in enumerate(places))
     (first,) = (span for span in spans if span.kind == "recompute" and span.layer == 2)
     assert first.start >= max(span.stop for span in loads)
