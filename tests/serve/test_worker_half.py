@@ -159,7 +159,9 @@ def test_a_waiting_request_is_recomputed_within_the_budget(
     worker.start([job("[2,5)", waits=True)])
     result = steps_until_over(worker)
     assert result.finished == {"r"} and result.failed == set()
-    assert engine.recomputed == [(0, 10), (10, 20), (20, 30), (30, 32)]
+    borders = [start for start, _ in engine.recomputed]
+    assert engine.recomputed == list(pairwise([*borders, 32]))
+    assert all(stop - start <= 10 for start, stop in engine.recomputed)
     assert result.reports["r"].recomputed_tokens == 32
     assert_mixed(engine, job("[2,5)"))
 
@@ -371,6 +373,7 @@ def test_a_timeline_covers_every_layer(
         kind: [span.layer for span in spans if span.kind == kind]
         for kind in ("load", "enter", "recompute", "suffix")
     }
+    layers["load"][2:] = sorted(layers["load"][2:], key=str)  # two threads may change places
     num_pieces = len(layers["enter"])  # the second one where its E comes later
     assert num_pieces in (1, 2)
     assert layers == {
