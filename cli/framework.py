@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -53,28 +52,10 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group of such commands.
-
-    Args:
-        elsewhere: Names that one may look for here -> what to type instead.
-    """
+    """A group of such commands."""
 
     command_class = Command
     group_class = type
-
-    def __init__(
-        self, *args: Any, elsewhere: Mapping[str, str] = types.MappingProxyType({}), **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.elsewhere = elsewhere
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, or say where it is."""
-        if args[0] in self.elsewhere:
-            ctx.fail(f"no such command {args[0]!r} here; use `{self.elsewhere[args[0]]}`")
-        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """In the order they were added, which is the order of use."""

@@ -197,9 +197,11 @@ def pick(
 
     It is the cheapest within the loss; with an SLO, the one of least loss within both. Where
     `droidkv confirm` or `droidkv refine` measured plans on fresh items, picks among these, and
-    says by which file. Says what bound the choice, and when reuse does not pay. Exits with 1 if
-    no plan meets the bounds.
+    says by which file; where not, says what a plan picked by half of the items loses on the other
+    half. Says what bound the choice, and when reuse does not pay. Exits with 1 if no plan meets the
+    bounds.
     """
+    from droidkv.optimism import loss_of_such_picks
     from droidkv.policy import DEFAULT_MAX_LOSS, pick_among
     from droidkv.policy import pick as pick_plan
 
@@ -211,11 +213,12 @@ def pick(
         )
     calibration = calibration_for(profile, calibration_file)
     workload = workload_of(profile, prefix_tokens, suffix_tokens, bandwidth, calibration)
+    limit = DEFAULT_MAX_LOSS if max_loss is None else max_loss
     picked, choice = pick_among(
         evidence,
         lambda measured: pick_plan(
             measured,
-            DEFAULT_MAX_LOSS if max_loss is None else max_loss,
+            limit,
             slo_ttft,
             bandwidth,
             workload.prefix_tokens,
@@ -225,16 +228,25 @@ def pick(
             chosen,
         ),
     )
+    elsewhere = None
+    if not picked.is_confirmed:
+        elsewhere = loss_of_such_picks(picked.profile, chosen, limit, operators)
     map_file = picked.map_file(choice.plan)
     value = {
         "profile": str(path),
         "picked_from": str(picked.path),
         "is_confirmed": picked.is_confirmed,
+        "loss_of_such_picks": elsewhere,
         "map": None if map_file is None else str(map_file),
         "pair": profile.pair,
         **choice.to_json(),
     }
     lines = [*choice.message, picked.remark]
+    if elsewhere is not None:
+        lines.append(
+            f"a plan within the limit on half of these items loses {choice.amount(elsewhere)} on "
+            "the other half, in the mean"
+        )
     lines += [] if map_file is None else [f"its stitching map is {map_file}"]
     console.result(value, lines)
     met = choice.meets_max_loss and choice.meets_slo is not False

@@ -1,9 +1,10 @@
-"""`droidkv pair`: list, show and check pairs."""
+"""`droidkv pair`: list, show and check pairs, and train their receivers."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +16,8 @@ from .console import Console
 from .framework import Group
 from .options import pair_argument, run_options
 from .table import table
+from .train import output_option, train_by_recipe
+from .train import run_options as train_options
 
 if TYPE_CHECKING:
     from droidkv.loading import LoadedModel
@@ -23,12 +26,9 @@ if TYPE_CHECKING:
 CHECKED_ITEMS = 4
 
 
-@click.group(cls=Group, elsewhere={"train": "droidkv train plain PAIR"})
+@click.group(cls=Group)
 def pair() -> None:
-    """List, show and check ordered pairs of models.
-
-    `droidkv train plain` trains the receiver of one.
-    """
+    """List, show, check and train ordered pairs of models."""
 
 
 @pair.command(
@@ -127,6 +127,27 @@ def check(
     ]
     console.result({"pair": found.name, "passed": passed, "checks": checks}, lines)
     return exits.OK if passed else exits.CHECK_FAILED
+
+
+@pair.command(
+    examples="""
+    droidkv pair train smollm2-records --output ./my-adapter
+    droidkv pair train smollm2-records-prefillshare --output ./my-adapter --eval-every 20
+    """
+)
+@pair_argument
+@output_option
+@train_options
+@click.pass_obj
+def train(console: Console, /, pair_name: str, output: Path | None, **options: Any) -> None:
+    """Train a pair's receiver by the recipe in its file.
+
+    Whatever the recipe's mode is: plain, prefillshare or icarus. `droidkv train prefillshare` and
+    `train icarus` write such a pair file first.
+    """
+    from droidkv.pair import read_pair
+
+    train_by_recipe(console, read_pair(pair_name), output, options)
 
 
 def _checks(

@@ -42,6 +42,12 @@ run_options = combined(
     ),
     click.option("--device", default="cpu", show_default=True, help="A torch device."),
 )
+output_option = click.option(
+    "-o",
+    "--output",
+    type=output_folder,
+    help="The folder to make. Default: the one that the pair file names.",
+)
 
 
 @click.group(cls=Group)
@@ -49,7 +55,9 @@ def train() -> None:
     """Train a pair's receiver by the recipe in its file.
 
     A run that was stopped goes on from its last checkpoint and ends as it would have. The learning
-    curve lies beside what was trained, as curve.json and, with matplotlib, curve.png.
+    curve lies beside what was trained, as curve.json and, with matplotlib, curve.png. `droidkv pair
+    train` trains by any recipe as it is; `train prefillshare` and `train icarus` also derive theirs
+    from that of the ordinary fine-tune.
     """
 
 
@@ -60,12 +68,7 @@ def train() -> None:
     """
 )
 @pair_argument
-@click.option(
-    "-o",
-    "--output",
-    type=output_folder,
-    help="The folder to make. Default: the one that the pair file names.",
-)
+@output_option
 @run_options
 @click.pass_obj
 def plain(console: Console, /, pair_name: str, output: Path | None, **options: Any) -> None:
@@ -74,7 +77,7 @@ def plain(console: Console, /, pair_name: str, output: Path | None, **options: A
 
     pair = read_pair(pair_name)
     _require_mode(pair, "plain")
-    _train(console, pair, output, options)
+    train_by_recipe(console, pair, output, options)
 
 
 pair_file_option = click.option(
@@ -115,7 +118,9 @@ def prefillshare(
     is the pair of the ordinary fine-tune, whose recipe is taken over, or the pair that this command
     made before.
     """
-    _train(console, _full_share(pair_name, "prefillshare", method, pair_file), None, options)
+    train_by_recipe(
+        console, _full_share(pair_name, "prefillshare", method, pair_file), None, options
+    )
 
 
 @train.command(
@@ -136,7 +141,8 @@ def icarus(console: Console, /, pair_name: str, pair_file: Path | None, **option
     of the ordinary fine-tune, whose recipe is taken over, or the pair that this command made
     before.
     """
-    _train(console, _full_share(pair_name, "icarus", None, pair_file), None, options)
+    pair = _full_share(pair_name, "icarus", None, pair_file)
+    train_by_recipe(console, pair, None, options)
 
 
 def _full_share(pair_name: str, mode: Mode, method: Method | None, pair_file: Path | None) -> Pair:
@@ -168,7 +174,15 @@ def _require_mode(pair: Pair, mode: str) -> None:
         )
 
 
-def _train(console: Console, pair: Pair, output: Path | None, options: Options) -> None:
+def train_by_recipe(console: Console, pair: Pair, output: Path | None, options: Options) -> None:
+    """Train a pair's receiver as its recipe says, and tell how it went.
+
+    Args:
+        console: Where that is told.
+        pair: A pair with a recipe; its file is written if it is not there yet.
+        output: The folder to make; None = the one that the pair names.
+        options: What `run_options` gave.
+    """
     from droidkv.pair_file import write_pair
     from droidkv.training.pairs import load_base, output_of, train_pair
     from droidkv.training.run import TrainSettings

@@ -127,7 +127,8 @@ class Choice:
             "message": list(self.message),
         }
 
-    def _amount(self, loss: float) -> str:
+    def amount(self, loss: float) -> str:
+        """A loss with its unit."""
         return f"{loss:.3g}{_UNITS[self.objective]}"
 
     def _what(self) -> str:
@@ -137,7 +138,7 @@ class Choice:
         fewer = f" ({num_layers / recomputed:.2f}x fewer)" if recomputed else ""
         return (
             f"{self.plan}: recompute {recomputed} of {num_layers} layers{fewer}, "
-            f"loss {self._amount(self.loss)} {self.interval} over {self.chosen.num_items} items"
+            f"loss {self.amount(self.loss)} {self.interval} over {self.chosen.num_items} items"
         )
 
     def _how_sure(self) -> list[str]:
@@ -153,9 +154,9 @@ class Choice:
         if interval_allows(self.chosen, self.max_loss):
             reason = f"no loss seen, but {100 * unseen_share(n):.2g} % could hide behind {n} items"
         else:
-            reason = f"the interval reaches {self._amount(self.interval.high)}"
+            reason = f"the interval reaches {self.amount(self.interval.high)}"
         lines.append(
-            f"not certain: {reason}, more than {self._amount(self.max_loss)}; measure more items"
+            f"not certain: {reason}, more than {self.amount(self.max_loss)}; measure more items"
         )
         return lines
 
@@ -182,16 +183,16 @@ class Choice:
         if not self.meets_max_loss:
             return (
                 f"bound by the loss: no plan, and not its own full prefill, loses "
-                f"{self._amount(self.max_loss)} or less; this one loses least"
+                f"{self.amount(self.max_loss)} or less; this one loses least"
             )
         if self.slo_ttft_seconds is not None and not self.meets_slo:
-            slo, loss = f"{self.slo_ttft_seconds:.3g} s", self._amount(self.max_loss)
+            slo, loss = f"{self.slo_ttft_seconds:.3g} s", self.amount(self.max_loss)
             if self.fast_reuse is None:
                 return f"no plan takes {slo} or less; this is the fastest that loses at most {loss}"
             return (
                 f"no plan meets both {slo} and {loss}; this is the fastest that loses at most "
                 f"{loss}, and within {slo} {self.fast_reuse.plan} loses least: "
-                f"{self._amount(self.fast_reuse.loss)}"
+                f"{self.amount(self.fast_reuse.loss)}"
             )
         match self.bound_by:
             case "slo_ttft":
@@ -199,8 +200,8 @@ class Choice:
             case "break_even":
                 return "bound by break-even: the full prefill is faster than any good enough reuse"
             case "max_loss" if self.good_reuse is None:
-                return f"bound by the loss: no reuse loses {self._amount(self.max_loss)} or less"
+                return f"bound by the loss: no reuse loses {self.amount(self.max_loss)} or less"
             case "max_loss":
-                return f"bound by the loss: cheaper plans lose over {self._amount(self.max_loss)}"
+                return f"bound by the loss: cheaper plans lose over {self.amount(self.max_loss)}"
             case "nothing":
                 return "bound by nothing: no other plan is better within these limits"

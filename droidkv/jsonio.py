@@ -65,21 +65,49 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         with suppress(OSError):  # not every file system lets a folder be flushed
             _flush(target.parent)
     except Exception as error:
-        if isinstance(error, DroidKVError):
-            raise
-        number = error.errno if isinstance(error, OSError) else None
-        if "No space left on device" in str(error):  # safetensors has its own exception type
-            number = errno.ENOSPC
+        number = _refusal(error)
         if number is None:
             raise
-        advice = _WAYS_OUT.get(number, "check the folder and its disk, then try again")
-        raise StorageError(
-            f"expected to write {str(path)!r}, but the system answered: {error}; {advice}. "
-            f"What was there before is unchanged."
-        ) from error
+        raise _storage_error(path, error, number) from error
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+@contextmanager
+def writing_into(folder: Path) -> Iterator[None]:
+    """Say what to do when the file system refuses what a library writes into a folder.
+
+    Raises:
+        StorageError: It did; what the library had half written is still there.
+    """
+    try:
+        yield
+    except Exception as error:
+        number = _refusal(error)
+        # torch.save says neither what failed nor why, only where its own code noticed.
+        if "inline_container" in str(error) and not os.statvfs(folder).f_bavail:
+            number = errno.ENOSPC
+        if number is None or number not in _WAYS_OUT:
+            raise
+        raise _storage_error(folder, error, number) from error
+
+
+def _refusal(error: Exception) -> int | None:
+    """The system's number of what it answered to a write; None = this is no such answer."""
+    if isinstance(error, DroidKVError):
+        return None
+    if "No space left on device" in str(error):  # safetensors has its own exception type
+        return errno.ENOSPC
+    return error.errno if isinstance(error, OSError) else None
+
+
+def _storage_error(path: str | os.PathLike[str], error: Exception, number: int) -> StorageError:
+    advice = _WAYS_OUT.get(number, "check the folder and its disk, then try again")
+    return StorageError(
+        f"expected to write {str(path)!r}, but the system answered: {error}; {advice}. "
+        f"What was there before is unchanged."
+    )
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

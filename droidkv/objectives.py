@@ -148,7 +148,7 @@ def measure(
     weights = resample_weights(profile.num_items)
     points = []
     for record in profile.measurements:
-        if record.plan.operator not in operators and record.plan.transition is not None:
+        if not record.plan.is_of(operators):
             continue
         interval = _interval(profile.items, record, objective, weights)
         losses = _losses(profile.items, record)
@@ -165,6 +165,20 @@ def measure(
             )
         )
     return points
+
+
+def item_losses(profile: Profile, objective: Objective) -> tuple[Array, Array]:
+    """What every plan loses on every item, and what there is to lose.
+
+    Over any of the items a plan's loss, in the objective's unit and without the noise floor, is
+    the sum of the one by the sum of the other.
+
+    Returns:
+        `[num_plans, num_items]` in the profile's order, and `[num_items]`.
+    """
+    rows = [_item_losses(profile.items, record, objective) for record in profile.measurements]
+    whole = [item.full_score / 100 if objective == "score" else 1.0 for item in profile.items]
+    return np.array(rows).reshape(-1, profile.num_items), np.array(whole)
 
 
 def measure_noise_floor(items: Sequence[ItemRecord], exact: PlanRecord) -> NoiseFloor:
@@ -254,6 +268,19 @@ def _losses(items: Sequence[ItemRecord], record: PlanRecord) -> dict[str, float]
 
 def _nll_above_full(items: Sequence[ItemRecord], record: PlanRecord) -> list[float]:
     return [nll - item.full_nll for nll, item in zip(record.nll, items, strict=True)]
+
+
+def _item_losses(items: Sequence[ItemRecord], record: PlanRecord, objective: Objective) -> Array:
+    match objective:
+        case "score":
+            pairs = zip(items, record.score, strict=True)
+            return np.array([item.full_score - (score or 0.0) for item, score in pairs])
+        case "kl":
+            return np.array(record.kl)
+        case "nll":
+            return np.array(_nll_above_full(items, record))
+        case "disagreement":
+            return np.array([float(not agrees) for agrees in record.agrees])
 
 
 def _floor(floor: NoiseFloor | None, objective: Objective) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -88,6 +88,10 @@ class ReusePlan:
     def transition(self) -> int | None:
         """The layer at which the receiver needs the sender's E, or None where it needs none."""
         return self.group.start or None
+
+    def is_of(self, operators: Collection[Operator]) -> bool:
+        """Whether it is of one of these families; a plan that reads no E belongs to all."""
+        return self.operator in operators or self.transition is None
 
     def check(self, num_layers: int) -> ReusePlan:
         """Return the plan itself if it fits a model of `num_layers` layers.

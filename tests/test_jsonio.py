@@ -7,6 +7,7 @@ import os
 import stat
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -23,6 +24,7 @@ from droidkv.jsonio import (
     sha256_file,
     write_json,
     write_text,
+    writing_into,
 )
 
 JSON_VALUES = st.recursive(
@@ -87,6 +89,35 @@ def test_a_writer_with_its_own_exception_type_on_a_full_disk(tmp_path: Path) -> 
             temporary.write_bytes(b"half")
             raise SafetensorError(f"I/O error: {cause.strerror} (os error 28)") from cause
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen", "free_blocks"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), StorageError, 0),
+        (
+            RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos"),
+            StorageError,
+            0,
+        ),
+        (RuntimeError("[enforce fail at inline_container.cc] bad"), RuntimeError, 1),
+        (FileNotFoundError(errno.ENOENT, "No such file"), FileNotFoundError, 0),
+        (PairError("x"), PairError, 0),
+        (ValueError("x"), ValueError, 0),
+    ],
+)
+def test_only_what_the_file_system_refused_a_library_is_a_storage_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    raised: Exception,
+    seen: type[Exception],
+    free_blocks: int,
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free_blocks))
+    with pytest.raises(seen) as caught, writing_into(tmp_path):
+        raise raised
+    assert (caught.value is raised) == (seen is not StorageError)
+    assert seen is not StorageError or "disk is full" in str(caught.value)
 
 
 def test_a_path_through_a_file_is_a_storage_error(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ ttft frontier records safetensors_file pair stability
 calibration_fit profile content cache pair_file provenance probe_record
 objectives models sources adapter_folder alora calibration_file confirmation merged
 model_identity
-choice sharing capture loading tasks
+choice sharing capture loading tasks candidates optimism
 policy stitch encode plots servable
 prefill
 evaluate training

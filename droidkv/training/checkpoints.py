@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from droidkv.errors import PairError, StorageError
@@ -71,8 +72,19 @@ class Checkpoints:
                     f"{field} is {there.get(field) if isinstance(there, dict) else there}, here "
                     f"it is {value}; remove the folder or train to another place"
                 )
+        return self._newest()
+
+    def _newest(self) -> str | None:
+        """The newest whole checkpoint; those after it are what a full disk or a kill cut short."""
         newest: Callable[[str], str | None] = get_last_checkpoint
-        return newest(str(self.folder))
+        while (found := newest(str(self.folder))) is not None:
+            try:
+                read_json(Path(found) / TRAINER_STATE_NAME, PairError)  # written last
+            except PairError:
+                shutil.rmtree(found)
+            else:
+                break
+        return found
 
     def finish(self, write: Callable[[Path], None]) -> None:
         """Write the output, which appears whole or not at all, and remove the checkpoints."""

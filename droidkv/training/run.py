@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from droidkv.errors import TaskError
+from droidkv.jsonio import writing_into
 from droidkv.loading import LoadedModel
 from droidkv.recipe import Recipe
 from droidkv.tasks import Item, Task
@@ -114,7 +115,7 @@ def train_receiver(
         recipe,
         {name: getattr(settings, name) for name in ("chat", "eval_steps", "eval_items")},
     )
-    with trainable(base, recipe) as ready:
+    with trainable(base, recipe) as ready, writing_into(checkpoints.folder):
         trainer = RowTrainer(
             ready.module,
             row_losses(recipe.mode, ready.receiver, ready.base),

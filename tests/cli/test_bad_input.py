@@ -230,13 +230,15 @@ def test_a_setting_that_makes_no_sense_is_refused_before_anything_is_written(
     assert not list(Path().iterdir())
 
 
-def on_a_small_disk(script: str, *command: object) -> subprocess.CompletedProcess[str]:
-    """Run a shell script with a file system of 16 KiB at `disk`; `$@` in it is the command."""
+def on_a_small_disk(
+    script: str, *command: object, size: str = "16k"
+) -> subprocess.CompletedProcess[str]:
+    """Run a shell script with a small file system at `disk`; `$@` in it is the command."""
     Path("disk").mkdir()
     own_mounts = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
     if subprocess.run([*own_mounts, "mount -t tmpfs none disk"], capture_output=True).returncode:
         pytest.skip("this system lets no user mount a file system of its own")
-    script = f"mount -t tmpfs -o size=16k none disk && {script}"
+    script = f"mount -t tmpfs -o size={size} none disk && {script}"
     arguments = [*own_mounts, script, "-", *DROIDKV, *map(str, command)]
     return subprocess.run(arguments, capture_output=True, text=True)
 
@@ -276,3 +278,49 @@ def test_a_full_disk_amid_long_work_loses_nothing_finished(
     assert "nothing is lost" in result.stderr and "disk/a.run" in result.stderr
     assert result.stdout.startswith("2\n") and result.stdout.endswith("\ndisk/a.json\n")
     assert 0 < len(Path("full").read_text().splitlines()) < 9
+
+
+def test_a_full_disk_amid_refining_keeps_the_plans_that_were_trained(profiled: Path) -> None:
+    result = on_a_small_disk(
+        '"$@" > first || echo $?; ls disk/a.run > kept; mount -o remount,size=10m disk'
+        ' && "$@" > second && ls disk',
+        *("refine", profiled, "--plan", "[1,3)", "--plan", "[2,4)", "--items", 2),
+        *("--calibration-items", 2, "--steps", 2, "-o", "disk/a.json", "-q"),
+        size="160k",  # one trained map needs 100 KiB
+    )
+    assert result.returncode == 0, result.stderr
+    assert "the disk is full" in result.stderr and "Traceback" not in result.stderr
+    assert "nothing is lost" in result.stderr
+    assert result.stdout.split() == ["2", "a.json", "a.stitch.safetensors"]
+    kept = Path("kept").read_text().split()
+    assert {name for name in kept if name.endswith((".json", ".safetensors"))} == {
+        "settings.json",
+        "refine-00000.json",
+        "refine-00000.safetensors",
+    }
+
+
+@pytest.mark.parametrize(("size", "resumed_from"), [("400k", 0), ("1200k", 1)])
+def test_a_full_disk_amid_training_goes_on_from_the_last_whole_checkpoint(
+    size: str, resumed_from: int
+) -> None:
+    pytest.importorskip("peft")
+    train = """task = "records"
+options = { num_records = 2 }
+steps = 2
+learning_rate = 0.01
+batch_size = 1"""
+    base = "tiny:llama?seed=0&layers=2"
+    pair = write_pair(Path("mine.toml"), base, base, "./adapters/mine", train=train)
+    result = on_a_small_disk(
+        '"$@" > first || echo $?; ls disk/a.training | grep checkpoint > kept;'
+        ' mount -o remount,size=10m disk && "$@" > second && ls disk',
+        *("pair", "train", pair, "-o", "disk/a", "--checkpoint-every", 1, "--json"),
+        size=size,  # a checkpoint needs 740 KB
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout.split() == ["2", "a"]
+    assert "the disk is full" in json.loads(Path("first").read_text())["error"]["message"]
+    assert len(Path("kept").read_text().split()) == resumed_from + 1  # the last one is cut short
+    assert json.loads(Path("second").read_text())["resumed_from"] == resumed_from

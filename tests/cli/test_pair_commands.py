@@ -79,6 +79,5 @@ def test_check_of_a_profile_of_changed_weights_names_the_field(profiled: Path) -
     assert "weights" in failed[0]["detail"]
 
 
-def test_training_a_pair_is_found_where_all_training_is() -> None:
-    assert "`droidkv train plain PAIR`" in error_of("pair", "train", "tiny")
+def test_a_command_that_is_not_there_is_guessed_at() -> None:
     assert "Did you mean 'check'?" in error_of("pair", "chekc", "tiny")

@@ -76,7 +76,32 @@ def test_a_pair_that_was_made_is_trained_again_by_its_own_file(tmp_path: Path) -
     assert (adapter / "adapter_model.safetensors").read_bytes() == before
 
 
+@pytest.mark.parametrize("mode", ["plain", "prefillshare", "icarus"])
+def test_pair_train_goes_by_the_recipe_whatever_its_mode(tmp_path: Path, mode: str) -> None:
+    pair = write_plain(tmp_path)
+    if mode == "plain":
+        made = str(pair)
+        run_json("train", mode, pair, "-o", tmp_path / "first")
+        first = tmp_path / "first"
+    else:
+        made = run_json("train", mode, pair)["pair_file"]
+        first = Path(read_pair(made).receiver.adapter or "").rename(tmp_path / "first")
+    value = run_json("pair", "train", made, "--eval-every", "1", "--eval-items", "2")
+    assert value["pair_file"] == str(made)
+    output = Path(value["output"])
+    assert output == Path(read_pair(made).receiver.adapter or "")
+    curve = Curve.read(output / "curve.json")
+    assert curve.mode == mode and len(curve.held_out) == 3
+    assert curve.command.startswith("droidkv ")
+    weights = "adapter_model.safetensors"
+    assert (output / weights).read_bytes() == (first / weights).read_bytes()
+    assert "remove it" in error_of("pair", "train", made)
+    run_json("pair", "train", made, "-o", tmp_path / "again")
+    assert (tmp_path / "again" / weights).read_bytes() == (first / weights).read_bytes()
+
+
 def test_bad_input_is_refused(tmp_path: Path) -> None:
+    assert "[train]" in error_of("pair", "train", "tiny")
     assert "[train]" in error_of("train", "plain", "tiny")
     assert "[train]" in error_of("train", "icarus", "tiny")
     pair = write_plain(tmp_path, 'mode = "prefillshare"')
