@@ -19,6 +19,7 @@ from .table import table
     examples="""
     droidkv bench ttft --json > ttft.json
     droidkv bench ttft --prefix-tokens 512 --link-tokens 0 --repeats 3
+    droidkv bench ttft --pair smollm2-records-prefillshare --link-tokens 0
     droidkv bench ttft --from ttft.json --plot link.png
     """,
 )
@@ -135,10 +136,11 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
     header = ("prefix", "plan", "layers", "first token", "less")
     yield from table(header, rows, "><")
     for overhead in result["overheads"]:
+        costs = [f"storing costs the sender {_percent(overhead['sender'])}"]
+        if "no_match" in overhead:
+            costs.append(f"a request that matches nothing takes {_percent(overhead['no_match'])}")
         yield (
-            f"{overhead['prefix_tokens']} tokens, {overhead['num_pairs']} pairs: a request that "
-            f"matches nothing takes {_percent(overhead['no_match'])}, storing costs the sender "
-            f"{_percent(overhead['sender'])}"
+            f"{overhead['prefix_tokens']} tokens, {overhead['num_pairs']} pairs: {', '.join(costs)}"
         )
     if "link" not in result:
         return

@@ -18,6 +18,7 @@ from .table import num_bytes, table
     cls=Command,
     examples="""
     droidkv serve demo smollm2-records
+    droidkv serve demo smollm2-records-prefillshare
     droidkv serve demo smollm2-records --store redis://127.0.0.1:6379 --questions 8 --json
     """,
 )
@@ -28,7 +29,11 @@ from .table import num_bytes, table
 @click.option("--repeats", default=1, show_default=True, type=click.IntRange(1))
 @click.option("--max-loss", default=5.0, show_default=True, help="Largest loss of the picked plan.")
 @click.option("--store", "store_address", help="Default: a folder, through LMCache's fs://.")
-@click.option("--chunk-tokens", default=64, show_default=True, type=click.IntRange(1))
+@click.option(
+    "--chunk-tokens",
+    type=click.IntRange(1),
+    help="Default: 64, or 16 for a receiver that was trained to read the base's KV.",
+)
 @click.option("--dtype", default="float32", show_default=True, help="Of both models.")
 @click.option(
     "--output",
@@ -49,15 +54,17 @@ def demo(
     repeats: int,
     max_loss: float,
     store_address: str | None,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     dtype: str,
     output: Path,
 ) -> None:
     """Ask a receiver about a document that a sender has read.
 
     Starts a vLLM server for each, with LMCache between them, and asks over the OpenAI API: by the
-    receiver's own full prefill, by naive reuse, and by the plan that the server picks. Needs vLLM
-    and LMCache in this environment (`make install-serve`).
+    receiver's own full prefill, by naive reuse, and by the plan that the server picks; or, where
+    the receiver was trained to read the base's KV, by the base alone, by the receiver's own full
+    prefill, and behind the base's KV. Needs vLLM and LMCache in this environment (`make
+    install-serve`).
     """
     from droidkv.pair import read_pair
     from droidkv.serve.demo import DemoSettings, run_demo, shared_document

@@ -34,10 +34,8 @@ def icarus(console: Console, pair_names: tuple[str, ...], dtype: str, only_print
     from droidkv.model_identity import load_config
     from droidkv.pair import read_pair
     from droidkv.servable import servable_folder
-    from droidkv.serve.decoders import pair_decoders
     from droidkv.serve.icarus import IcarusSettings
-    from droidkv.serve.icarus_launch import launch_decoders
-    from droidkv.serve.icarus_preflight import preflight_decoders
+    from droidkv.serve.icarus_launch import check_decoders, launch_decoders, pair_decoders
 
     base, adapters = pair_decoders([read_pair(name) for name in pair_names])
     settings = IcarusSettings({name: str(folder) for name, folder in adapters.items()})
@@ -46,6 +44,6 @@ def icarus(console: Console, pair_names: tuple[str, ...], dtype: str, only_print
     architecture = load_config(base).architectures[0]
     names = (base.name, *base.aliases)
     started = launch_decoders(settings, folder, architecture, dtype, names, passed)
-    checks = preflight_decoders(settings, folder, dtype, passed)
+    checks = check_decoders(adapters, folder, dtype, passed)
     notes = [f"decoders {', '.join(settings.decoders)}"]
     return start(console, started, checks, names, only_print, notes)

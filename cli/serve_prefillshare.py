@@ -47,17 +47,13 @@ def prefillshare(
       "kv_transfer_params": {"droidkv": {"prefix_tokens": 153}}
 
     All find the base's blocks, so one prefix is held once, and a switch prefills only what is
-    new. A request behind too little of the base's KV ends in an error (HTTP 500), whose reason
-    stands in the audit line. What follows `--` goes to `vllm serve` as it is.
+    new. A request behind too little of the base's KV is refused (HTTP 424), with the reason.
+    What follows `--` goes to `vllm serve` as it is.
     """
     from droidkv.pair import read_pair
     from droidkv.servable import servable_folder
     from droidkv.serve.base_prefix import BasePrefixSettings
-    from droidkv.serve.base_prefix_launch import (
-        launch_adapters,
-        pair_adapters,
-        preflight_adapters,
-    )
+    from droidkv.serve.base_prefix_launch import check_adapters, launch_adapters, pair_adapters
 
     base, adapters = pair_adapters([read_pair(name) for name in pair_names])
     settings = BasePrefixSettings(own_tokens, None if audit is None else str(audit.absolute()))
@@ -65,5 +61,5 @@ def prefillshare(
     folder = servable_folder(base, dtype)
     names = (base.name, *base.aliases)
     started = launch_adapters(settings, adapters, folder, dtype, names, passed)
-    checks = preflight_adapters(adapters, folder, dtype, passed)
+    checks = check_adapters(adapters, folder, dtype, passed)
     return start(console, started, checks, names, only_print, [f"adapters {', '.join(adapters)}"])

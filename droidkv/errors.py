@@ -53,7 +53,16 @@ class ServeError(DroidKVError, ValueError):
 
 
 class RefusedError(ServeError):
-    """A server ended a request in an error of its own; a later try may be answered."""
+    """A receiver without an own prefill refused a request.
+
+    Attributes:
+        status: HTTP's; 400 = it will never be answered as it is.
+        reason: In a word, from the list that audit lines use.
+    """
+
+    def __init__(self, message: str, status: int, reason: str) -> None:
+        super().__init__(message)
+        self.status, self.reason = status, reason
 
 
 class StorageError(DroidKVError, OSError):

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from droidkv.check import Check
-from droidkv.content import adapter_sha256, check_base, read_adapter_config
-from droidkv.doctor import check_broken_companions, check_processor
-from droidkv.errors import DroidKVError, PairError, UnsupportedModelError
-from droidkv.model_identity import weights_identity
+from droidkv.content import check_base, read_adapter_config
+from droidkv.errors import UnsupportedModelError
 from droidkv.pair import ModelRef, Pair
 from droidkv.serve.base_prefix import BasePrefixSettings
+from droidkv.serve.beside_base import adapters_of, preflight_adapters
 from droidkv.serve.launch import SHARED_FLAGS, Launch, connector_config, server_command
-from droidkv.serve.preflight import check_dtype, check_flags, check_plugin, check_vllm
-from droidkv.sources import adapter_folder
+from droidkv.serve.refusals import MIDDLEWARE
 
 CONNECTOR_MODULE = "droidkv.serve.vllm_base_prefix"
 # What vLLM takes as --max-lora-rank.
@@ -37,24 +35,11 @@ def pair_adapters(pairs: Sequence[Pair]) -> tuple[ModelRef, dict[str, Path]]:
         PairError: A receiver is no adapter that reads the sender's KV, or the senders differ.
         LoadError: An adapter cannot be had.
     """
-    base = pairs[0].sender
-    for pair in pairs:
-        receiver = pair.receiver
-        if pair.reference is None or receiver.adapter is None or receiver.apply == "icarus":
-            raise PairError(
-                f"expected pairs whose receiver is an adapter that was trained to read the "
-                f"sender's KV, got {pair.name}; make one with `droidkv train prefillshare`"
-            )
-        if pair.sender != base or (receiver.model, receiver.revision) != (
-            base.model,
-            base.revision,
-        ):
-            raise PairError(
-                f"expected pairs of one base, got {pairs[0].name} with {base.name} and {pair.name} "
-                f"with {pair.sender.name} and an adapter on {receiver.model}; start one server for "
-                "each base"
-            )
-    return base, {pair.name: adapter_folder(pair.receiver).absolute() for pair in pairs}
+    return adapters_of(
+        pairs,
+        lambda pair: pair.reference is not None and pair.receiver.apply != "icarus",
+        "an adapter that was trained to read the sender's KV by `droidkv train prefillshare`",
+    )
 
 
 def launch_adapters(
@@ -82,7 +67,7 @@ def launch_adapters(
     """
     arguments = engine_arguments(settings, adapters)
     config = arguments["kv_transfer_config"]
-    own = ["--enable-lora", "--enable-prefix-caching"]
+    own = ["--enable-lora", "--enable-prefix-caching", "--middleware", MIDDLEWARE]
     own += ["--max-loras", str(arguments["max_loras"])]
     own += ["--max-lora-rank", str(arguments["max_lora_rank"])]
     own += ["--kv-transfer-config", json.dumps(config, allow_nan=False)]
@@ -90,10 +75,10 @@ def launch_adapters(
     return Launch(server_command(folder, dtype, names, own, passed, _OWN_FLAGS), {}, config)
 
 
-def preflight_adapters(
+def check_adapters(
     adapters: Mapping[str, Path], folder: Path, dtype: str, passed: Sequence[str] = ()
 ) -> list[Check]:
-    """Look at all that such a server needs, without starting it.
+    """What `preflight_adapters` says of such a server.
 
     Args:
         adapters: Name -> folder.
@@ -101,25 +86,12 @@ def preflight_adapters(
         dtype: Of weights and cache.
         passed: Flags for vLLM.
     """
-    checks = [check_vllm(), check_plugin(), check_broken_companions(), check_processor()]
-    return [*checks, check_dtype(dtype), *check_flags(passed), *_check_adapters(adapters, folder)]
 
+    def look(name: str, adapter: Path, weights: str) -> str:
+        check_base(adapter, weights)
+        return f"rank {read_adapter_config(adapter).get('r')}"
 
-def _check_adapters(adapters: Mapping[str, Path], folder: Path) -> Iterator[Check]:
-    try:
-        weights = weights_identity(folder, content_hash=True)
-    except DroidKVError as error:
-        yield Check("model", "fail", str(error), "see the message")
-        return
-    yield Check("model", "ok", f"{folder}; {weights[:23]}")
-    for name, path in adapters.items():
-        try:
-            check_base(path, weights)
-            digest = adapter_sha256(path)[:23]
-        except DroidKVError as error:
-            yield Check(f"adapter {name}", "fail", str(error), "see the message")
-        else:
-            yield Check(f"adapter {name}", "ok", digest)
+    return preflight_adapters("adapter", adapters, look, folder, dtype, passed)
 
 
 def engine_arguments(settings: BasePrefixSettings, adapters: Mapping[str, Path]) -> dict[str, Any]:

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from droidkv.errors import RefusedError
-from droidkv.serve.connector_plan import PARAMS_KEY
+from droidkv.serve.connector_plan import OVERWRITE, PARAMS_KEY, Fallback
 from droidkv.serve.http_client import Completion, complete
+from droidkv.serve.refusals import BAD_REQUEST
 
 _POLL_SECONDS = 0.1
+_DAMAGED = (Fallback.LOAD_SHORT, Fallback.LOAD_CORRUPT)
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,18 @@ def complete_behind_base(
         wait_seconds: Longest time to ask again once the base has read it.
 
     Raises:
-        RefusedError: The receiver still refuses; its audit file has the reason.
+        RefusedError: The receiver still refuses, or would however much the base had read.
         ServeError: A server went away, or the request was wrong.
     """
     params = None if prefix_tokens is None else {PARAMS_KEY: {"prefix_tokens": prefix_tokens}}
     try:
         return complete(receiver.url, receiver.model, prompt_ids, max_tokens, params)
-    except RefusedError:
-        complete(base.url, base.model, prompt_ids[:prefix_tokens], max_tokens=1)
+    except RefusedError as cause:
+        if cause.status == BAD_REQUEST:
+            raise
+        # What is there is not stored twice, unless it turned out to be damaged.
+        again = {PARAMS_KEY: {OVERWRITE: True}} if cause.reason in _DAMAGED else None
+        complete(base.url, base.model, prompt_ids[:prefix_tokens], 1, again)
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -67,6 +73,8 @@ def complete_behind_base(
                 raise RefusedError(
                     f"expected {receiver.model} to answer {len(prompt_ids)} tokens once "
                     f"{base.model} had read them, but it still refuses after {wait_seconds:g} s: "
-                    f"{cause}; the reason stands in its audit file"
+                    f"{cause}",
+                    cause.status,
+                    cause.reason,
                 ) from cause
         time.sleep(_POLL_SECONDS)

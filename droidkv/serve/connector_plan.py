@@ -23,7 +23,8 @@ PARAMS_KEY = "droidkv"
 LoadOrder = Literal["all_first", "reused_first", "streamed"]
 LOAD_ORDERS: tuple[LoadOrder, ...] = get_args(LoadOrder)
 _SALT_PREFIX = "droidkv:"
-_ASK_KEYS = {"plan", "reuse", "order", "prefix_tokens"}
+OVERWRITE = "overwrite"
+ASK_KEYS = {"plan", "reuse", "order", "prefix_tokens"}
 SpanKind = Literal["load", "enter", "recompute", "wait", "suffix"]
 
 
@@ -133,12 +134,14 @@ class SaveJob:
         token_ids: Its tokens up to the end of the last chunk to store.
         first_chunk: Number of the first chunk to store.
         block_ids: Blocks of its page table, the first one for token 0.
+        overwrite: Store what is there already, too.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     first_chunk: int
     block_ids: tuple[int, ...]
+    overwrite: bool = False
 
 
 @dataclass
@@ -288,10 +291,10 @@ def parse_ask(params: Mapping[str, Any] | None, num_layers: int) -> Ask:
     value = (params or {}).get(PARAMS_KEY)
     if value is None:
         return Ask()
-    if not isinstance(value, Mapping) or not set(value) <= _ASK_KEYS:
+    if not isinstance(value, Mapping) or not set(value) <= ASK_KEYS:
         raise PlanError(
             f"expected kv_transfer_params[{PARAMS_KEY!r}] to be a table with some of "
-            f"{', '.join(sorted(_ASK_KEYS))}, got {value!r}"
+            f"{', '.join(sorted(ASK_KEYS))}, got {value!r}"
         )
     plan, reuse = value.get("plan"), value.get("reuse", True)
     if not isinstance(reuse, bool) or not isinstance(plan, str | None):
@@ -307,6 +310,12 @@ def parse_ask(params: Mapping[str, Any] | None, num_layers: int) -> Ask:
         raise PlanError(f"expected 'prefix_tokens' to be a number of tokens, got {prefix!r}")
     parsed = None if plan is None else ReusePlan.parse(plan, num_layers)
     return Ask(parsed, reuse, order, prefix)
+
+
+def wants_overwrite(params: Mapping[str, Any] | None) -> bool:
+    """Whether a sender's request says `{"droidkv": {"overwrite": true}}`: store damaged KV anew."""
+    value = (params or {}).get(PARAMS_KEY)
+    return isinstance(value, Mapping) and value.get(OVERWRITE) is True
 
 
 def reusable_tokens(prompt_tokens: int, covered_tokens: int, chunk_tokens: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,10 @@ from droidkv.content import (
     check_base,
     read_adapter_config,
 )
-from droidkv.errors import LoadError, PairError, UnsupportedModelError
+from droidkv.errors import LoadError, UnsupportedModelError
 from droidkv.fields import Fields
-from droidkv.pair import ModelRef, Pair
 from droidkv.recipe import KV_PROJECTIONS
 from droidkv.safetensors_file import read_entries
-from droidkv.sources import adapter_folder
 
 if TYPE_CHECKING:
     import torch
@@ -102,34 +100,6 @@ def read_updates(decoder: Decoder, dtype: torch.dtype, device: torch.device) -> 
         place: (each["A"].to(dtype).T, (each["B"].float() * decoder.scale).to(dtype).T)
         for place, each in found.items()
     }
-
-
-def pair_decoders(pairs: Sequence[Pair]) -> tuple[ModelRef, dict[str, Path]]:
-    """The base that pairs share, and the adapter that each brings, by the pair's name.
-
-    Raises:
-        PairError: A receiver is no decoder of the sender's, or the senders differ.
-        LoadError: An adapter cannot be had.
-    """
-    base = pairs[0].sender
-    for pair in pairs:
-        receiver = pair.receiver
-        if receiver.adapter is None or receiver.apply != "icarus":
-            raise PairError(
-                f"expected pairs whose receiver is an adapter with apply = 'icarus', got "
-                f"{pair.name}; make one with `droidkv train icarus`"
-            )
-        if pair.sender != base:
-            raise PairError(
-                f"expected pairs with one sender, got {pairs[0].name} with {base.name} and "
-                f"{pair.name} with {pair.sender.name}; start one server for each base"
-            )
-        if (receiver.model, receiver.revision) != (base.model, base.revision) or base.adapter:
-            raise PairError(
-                f"expected the sender of {pair.name} to be the base of its receiver, got "
-                f"{base.name} and an adapter on {receiver.model}; the decoder reads that base's KV"
-            )
-    return base, {pair.name: adapter_folder(pair.receiver).absolute() for pair in pairs}
 
 
 def _check_plain(folder: Path, table: Mapping[str, Any]) -> None:

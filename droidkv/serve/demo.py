@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,25 +18,60 @@ from droidkv.model_identity import load_tokenizer
 from droidkv.pair import ModelRef, Pair
 from droidkv.servable import servable_folder
 from droidkv.serve.audit import read_audit
-from droidkv.serve.connector_plan import AuditRecord
+from droidkv.serve.connector_plan import PARAMS_KEY, AuditRecord
 from droidkv.serve.http_client import complete, read_text
 from droidkv.serve.launch import launch
 from droidkv.serve.opening import check_address
 from droidkv.serve.processes import ServerProcess, free_port, serving
+from droidkv.serve.refusals import BAD_REQUEST
 from droidkv.serve.settings import ServeSettings, with_miss_policy
 from droidkv.tasks import Item, Task
 
-# What a request says to be answered so; None = what the server picks.
-WAYS: tuple[tuple[str, dict[str, Any] | None], ...] = (
-    ("full prefill", {"droidkv": {"reuse": False}}),
-    ("naive reuse", {"droidkv": {"plan": "[0,0)"}}),
-    ("picked plan", None),
-)
+# A receiver that reads the base's KV answers the worse, the more of a prefix it computes itself.
+DEFAULT_CHUNK, FULL_SHARE_CHUNK = 64, 16
 _MODEL = "demo"
 _FLAGS = ("--enforce-eager", "--max-num-seqs", "4", "--max-model-len", "4096")
 _ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 _START_SECONDS = 600.0
 _STORED_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to have a question answered.
+
+    Attributes:
+        name: For people.
+        ask: What its request says to the receiver's connector, beside the length of the prefix
+            where `names_prefix`; empty = what the server picks.
+        server: Who is asked: `sender` or `receiver`.
+        names_prefix: Whether it says where the prefix ends.
+    """
+
+    name: str
+    ask: Mapping[str, Any] = field(default_factory=dict)
+    server: str = "receiver"
+    names_prefix: bool = False
+
+    def params(self, item: EncodedItem) -> dict[str, Any] | None:
+        """Its request's `kv_transfer_params`."""
+        border = {"prefix_tokens": len(item.prefix_ids)} if self.names_prefix else {}
+        ask = {**self.ask, **border}
+        return {PARAMS_KEY: ask} if ask else None
+
+
+# The first one is what the others are compared with, the last one what the server picks.
+WAYS = (
+    Way("full prefill", {"reuse": False}),
+    Way("naive reuse", {"plan": "[0,0)"}),
+    Way("picked plan"),
+)
+# A receiver that was trained to read the base's KV: its own prefill was not.
+FULL_SHARE_WAYS = (
+    Way("base alone, full prefill", server="sender"),
+    Way("own full prefill", {"reuse": False}),
+    Way("behind the base's KV", names_prefix=True),
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +82,7 @@ class DemoSettings:
         profile: The pair's profile.
         folder: For logs, the audit file and, without `store`, the store; emptied first.
         store: Where caches lie; None = a folder.
-        chunk_tokens: Tokens in one chunk.
+        chunk_tokens: Tokens in one chunk; None = few for a receiver that reads the base's KV.
         dtype: Of both models.
         max_loss: Largest loss of the picked plan.
         repeats: Timed runs of each question and way.
@@ -56,7 +91,7 @@ class DemoSettings:
     profile: Path
     folder: Path
     store: str | None = None
-    chunk_tokens: int = 64
+    chunk_tokens: int | None = None
     dtype: str = "float32"
     max_loss: float = 5.0
     repeats: int = 1
@@ -89,7 +124,7 @@ def run_demo(
     settings: DemoSettings,
     on_progress: Callable[[str, int, int], None],
 ) -> dict[str, Any]:
-    """Start both servers, let the sender read the document, and ask the receiver.
+    """Start both servers, let the sender read the document, and ask.
 
     Args:
         pair: The pair.
@@ -109,13 +144,16 @@ def run_demo(
     folder.mkdir(parents=True)
     audit = folder / "audit.jsonl"
     store = settings.store or f"fs://{(folder / 'store').absolute()}"
-    num_steps = 3 + (1 + settings.repeats * len(items)) * len(WAYS)
+    is_full_share = pair.reference is not None
+    ways = FULL_SHARE_WAYS if is_full_share else WAYS
+    chunk_tokens = settings.chunk_tokens or (FULL_SHARE_CHUNK if is_full_share else DEFAULT_CHUNK)
+    num_steps = 3 + (1 + settings.repeats * len(items)) * len(ways)
     steps = count(1)
 
     def step() -> None:
         on_progress("demo", next(steps), num_steps)
 
-    shared = {"store": store, "chunk_tokens": settings.chunk_tokens}
+    shared = {"store": store, "chunk_tokens": chunk_tokens}
     profiles = (str(settings.profile.absolute()),)
     roles = {
         "sender": (pair.sender, ServeSettings(role="sender", profiles=profiles, **shared)),  # type: ignore[arg-type]
@@ -150,16 +188,16 @@ def run_demo(
             step()
         complete(running["sender"].url, _MODEL, encoded[0].prefix_ids, 1)
         step()
-        asker = _Asker(running["receiver"].url, audit)
-        asker.wait_until_stored(encoded[0], task.max_new_tokens, settings.chunk_tokens)
+        asker = _Asker({role: server.url for role, server in running.items()}, audit)
+        asker.wait_until_stored(encoded[0], task.max_new_tokens, ways[-1], chunk_tokens)
         rows = []
-        for way, params in WAYS:  # a first run of each pays for what is done once
-            asker.ask(encoded[0], task.max_new_tokens, way, params)
+        for way in ways:  # a first run of each pays for what is done once
+            asker.ask(encoded[0], task.max_new_tokens, way)
             step()
         for _ in range(settings.repeats):
             for item, tokens in zip(items, encoded, strict=True):
-                for way, params in WAYS:
-                    row = asker.ask(tokens, task.max_new_tokens, way, params)
+                for way in ways:
+                    row = asker.ask(tokens, task.max_new_tokens, way)
                     rows.append({**row, "id": item.id, "score": task.score(item, row["text"])})
                     step()
         metrics = read_text(f"{running['receiver'].url}/metrics")
@@ -167,10 +205,10 @@ def run_demo(
         "pair": pair.name,
         "profile": str(settings.profile),
         "store": store,
-        "chunk_tokens": settings.chunk_tokens,
+        "chunk_tokens": chunk_tokens,
         "prefix_tokens": len(encoded[0].prefix_ids),
         "suffix_tokens": round(statistics.mean(len(each.suffix_ids) for each in encoded)),
-        "ways": _ways(rows),
+        "ways": _ways(rows, ways),
         "answers": rows,
         "metrics": [line for line in metrics.splitlines() if line.startswith("droidkv_")],
         "audit": str(audit),
@@ -178,27 +216,28 @@ def run_demo(
 
 
 class _Asker:
-    """Asks the receiver, and finds what its audit file says of the request."""
+    """Asks a server, and finds what the receiver's audit file says of the request."""
 
-    def __init__(self, url: str, audit: Path) -> None:
-        self._url, self._audit = url, audit
+    def __init__(self, urls: Mapping[str, str], audit: Path) -> None:
+        self._urls, self._audit = urls, audit
         self._salts = count()
 
-    def ask(
-        self, item: EncodedItem, max_tokens: int, way: str, params: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        # A salt of its own: the receiver's prefix cache must not answer instead.
+    def ask(self, item: EncodedItem, max_tokens: int, way: Way) -> dict[str, Any]:
+        # A salt of its own: the server's prefix cache must not answer instead.
         answer = complete(
-            self._url,
+            self._urls[way.server],
             _MODEL,
             item.prefix_ids + item.suffix_ids,
             max_tokens,
-            params,
+            way.params(item),
             f"demo-{next(self._salts)}",
         )
-        record = self._record(answer.request_id)
+        if way.server == "receiver":
+            record = self._record(answer.request_id)
+        else:  # a sender reuses nothing, and keeps no audit
+            record = AuditRecord(answer.request_id)
         return {
-            "way": way,
+            "way": way.name,
             "text": answer.text.strip(),
             "ttft_seconds": answer.ttft_seconds,
             "plan": record.plan,
@@ -209,15 +248,17 @@ class _Asker:
             "reason": None if record.reason is None else str(record.reason),
         }
 
-    def wait_until_stored(self, item: EncodedItem, max_tokens: int, chunk_tokens: int) -> None:
+    def wait_until_stored(
+        self, item: EncodedItem, max_tokens: int, way: Way, chunk_tokens: int
+    ) -> None:
         """Ask until every whole chunk of the prefix is reused: the sender stores meanwhile."""
         give_up_at = time.monotonic() + _STORED_SECONDS
         wanted = len(item.prefix_ids) // chunk_tokens * chunk_tokens
         while True:
             try:
-                row = self.ask(item, max_tokens, "picked plan", None)
-            except RefusedError:  # a receiver without an own prefill says no meanwhile
-                if time.monotonic() > give_up_at:
+                row = self.ask(item, max_tokens, way)
+            except RefusedError as cause:  # a receiver without an own prefill says no meanwhile
+                if time.monotonic() > give_up_at or cause.status == BAD_REQUEST:
                     raise
                 time.sleep(1.0)
                 continue
@@ -243,14 +284,14 @@ class _Asker:
         raise ServeError(f"expected an audit line of {request_id} in {self._audit}, got none")
 
 
-def _ways(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _ways(rows: Sequence[dict[str, Any]], asked: Sequence[Way]) -> list[dict[str, Any]]:
     ways = []
-    for way, _ in WAYS:
-        own = [row for row in rows if row["way"] == way]
+    for way in asked:
+        own = [row for row in rows if row["way"] == way.name]
         ttft = statistics.median(row["ttft_seconds"] for row in own)
         ways.append(
             {
-                "way": way,
+                "way": way.name,
                 "plan": own[0]["plan"],
                 "recomputed_layers": own[0]["recomputed_layers"],
                 "loaded_bytes": own[0]["loaded_bytes"],

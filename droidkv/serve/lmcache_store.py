@@ -148,6 +148,13 @@ class LMCacheStore(Store):
         self._require_open()
         return self._calls.call(partial(self._count_now, names, deadline), deadline)
 
+    def _count_shared(self, names: Sequence[ObjectName], deadline: float) -> int:
+        if self._remote is None:
+            return self._count_leading(names, deadline)
+        self._require_open()
+        keys = [self._key(name) for name in names]
+        return self._calls.call(partial(self._count_remote, keys, deadline), deadline)
+
     def _read(
         self, names: Sequence[ObjectName], deadline: float, lent: ExitStack
     ) -> list[Tensor | None]:

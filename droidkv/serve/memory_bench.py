@@ -14,6 +14,7 @@ from typing import Any
 
 import peft
 import torch
+from transformers import AutoModelForCausalLM
 
 from droidkv.adapter_folder import write_adapter
 from droidkv.bench.timing import run_table
@@ -154,17 +155,14 @@ def _adapters(folder: Path, config: Any, settings: MemorySettings) -> dict[str, 
 
 def _write_random(folder: Path, config: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    hidden = config.hidden_size
-    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    queries = config.num_attention_heads * head_dim
-    state = {}
-    for layer in range(config.num_hidden_layers):
-        for name, size_in, size_out in (("q_proj", hidden, queries), ("o_proj", queries, hidden)):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            for matrix, shape in (("A", (_RANK, size_in)), ("B", (size_out, _RANK))):
-                values = 0.02 * torch.randn(shape, generator=generator)
-                state[f"{prefix}.lora_{matrix}.weight"] = values
     lora = peft.LoraConfig(r=_RANK, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
+    auto: Any = AutoModelForCausalLM  # its methods are untyped
+    with torch.device("meta"):  # only names and shapes
+        model = peft.get_peft_model(auto.from_config(config), lora)
+    state = {
+        name: 0.02 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in peft.get_peft_model_state_dict(model).items()
+    }
     write_adapter(folder, state, lora, "base")
 
 

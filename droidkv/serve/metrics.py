@@ -52,7 +52,8 @@ METRICS: Mapping[str, Metric] = {
     ),
     "droidkv_saved_chunks": Metric(
         "counter",
-        "Sender: chunks, by outcome: stored, failed, resting, without_hidden, weights_changed.",
+        "Sender: chunks, by outcome: stored, present (the store had them), failed, resting, "
+        "without_hidden, weights_changed.",
         "outcome",
     ),
     "droidkv_store_rests": Metric(

@@ -31,6 +31,7 @@ from droidkv.serve.connector_plan import (
     mixed_salt,
     parse_ask,
     reusable_tokens,
+    wants_overwrite,
 )
 from droidkv.serve.store import MissReason, Store, StoreMiss, chunk_keys, coverage, deadline_in
 
@@ -534,7 +535,13 @@ class SenderScheduler:
                 continue
             stop = chunks.stop * self._chunk_tokens
             jobs.append(
-                SaveJob(each.request_id, tuple(tokens[:stop]), chunks.start, tuple(each.block_ids))
+                SaveJob(
+                    each.request_id,
+                    tuple(tokens[:stop]),
+                    chunks.start,
+                    tuple(each.block_ids),
+                    wants_overwrite(sending.view.params),
+                )
             )
             sending.saved_chunks = chunks.stop
         return jobs

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
@@ -15,16 +16,33 @@ from torch import Tensor
 
 from droidkv.serve.breaker import Breaker
 from droidkv.serve.connector_plan import SaveJob, slots_of
+from droidkv.serve.objects import ObjectKind, ObjectName
 from droidkv.serve.paged_model import PagedModel
 from droidkv.serve.store import ChunkKey, Store, chunk_keys, deadline_in
 from droidkv.serve.threads import background_pool
 
-# What came of a chunk. `resting`: the store is not asked, having failed several times in a row.
-ChunkEnd = Literal["stored", "failed", "resting", "without_hidden", "weights_changed"]
+# What came of a chunk. `present`: the store had it, from an earlier request or from before this
+# process began. `resting`: the store is not asked, having failed several times in a row.
+ChunkEnd = Literal["stored", "present", "failed", "resting", "without_hidden", "weights_changed"]
 CHUNK_ENDS: tuple[ChunkEnd, ...] = get_args(ChunkEnd)
+_LOOKUP_SECONDS = 2.0
 
-# A chunk's key, what arranges the copied KV of each layer, and E by layer.
-Copied = tuple[ChunkKey, list[Callable[[], tuple[Tensor, Tensor]]], dict[int, Tensor]]
+
+@dataclass(frozen=True)
+class _Copied:
+    """One chunk on its way to the store.
+
+    Attributes:
+        key: Its name.
+        kv: What arranges the copied KV of each layer.
+        hidden: E by layer.
+        overwrite: Store it even if it is there.
+    """
+
+    key: ChunkKey
+    kv: Sequence[Callable[[], tuple[Tensor, Tensor]]]
+    hidden: Mapping[int, Tensor]
+    overwrite: bool
 
 
 class _Writes:
@@ -92,7 +110,7 @@ class SenderWorker:
     def save(self, jobs: Sequence[SaveJob]) -> None:
         """After a step's forward pass: copy what it completed, and hand it to the store."""
         deadline = deadline_in(self._wait_seconds)
-        copied: list[Copied] = []
+        copied: list[_Copied] = []
         is_refused = bool(jobs) and self._model.weights_changed()
         for job in jobs:
             chunk = self._store.chunk_tokens
@@ -105,11 +123,16 @@ class SenderWorker:
                 slots = torch.tensor(
                     slots_of(job.block_ids, self._model.block_tokens, start, start + chunk)
                 )
-                self._copy_chunk(key, slots, deadline, copied)
+                self._copy_chunk(key, slots, job.overwrite, deadline, copied)
         self._hand_over(copied)
 
     def _copy_chunk(
-        self, key: ChunkKey, slots: Tensor, deadline: float, copied: list[Copied]
+        self,
+        key: ChunkKey,
+        slots: Tensor,
+        overwrite: bool,
+        deadline: float,
+        copied: list[_Copied],
     ) -> None:
         hidden: dict[int, Tensor] = {}
         for layer in self._hidden_layers:
@@ -124,48 +147,57 @@ class SenderWorker:
         if not self._room.acquire(blocking=False):
             self._hand_over(copied)  # there is room once they have left
             if not self._room.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                self._ended(is_saved=False)
+                self._ended("failed")
                 return
         kv = [self._model.copy_kv(layer, slots) for layer in range(self._model.num_layers)]
-        copied.append((key, kv, hidden))
+        copied.append(_Copied(key, kv, hidden, overwrite))
 
-    def _hand_over(self, copied: list[Copied]) -> None:
+    def _hand_over(self, copied: list[_Copied]) -> None:
         """Start to store what was copied: last in a step, for storing slows down the copying."""
-        for key, kv, hidden in copied:
-            writes = _Writes(len(kv) + len(hidden), self._ended)
-            put = self._pool.submit(self._put, key, kv, hidden, writes)
+        for each in copied:
+            writes = _Writes(len(each.kv) + len(each.hidden), self._written)
+            put = self._pool.submit(self._put, each, writes)
             put.add_done_callback(partial(self._leave, writes))
         copied.clear()
 
-    def _put(
-        self,
-        key: ChunkKey,
-        kv: Sequence[Callable[[], tuple[Tensor, Tensor]]],
-        hidden: Mapping[int, Tensor],
-        writes: _Writes,
-    ) -> None:
+    def _put(self, chunk: _Copied, writes: _Writes) -> None:
+        if not chunk.overwrite and self._is_present(chunk):
+            self._ended("present")
+            return
         # E first: what is looked up last, a receiver finds only when all is there. Nothing behind
         # a failure: no plan could use it, and a store that is down takes its time to say so.
-        for layer, each in hidden.items():
-            if not self._store.put_hidden(key, layer, each, writes.object_ended):
+        for layer, each in chunk.hidden.items():
+            if not self._store.put_hidden(chunk.key, layer, each, writes.object_ended):
                 return
-        for layer, arrange in enumerate(kv):
+        for layer, arrange in enumerate(chunk.kv):
             if writes.is_over() or not self._store.put_kv(
-                key, layer, *arrange(), on_end=writes.object_ended
+                chunk.key, layer, *arrange(), on_end=writes.object_ended
             ):
                 return
+
+    def _is_present(self, chunk: _Copied) -> bool:
+        """Whether a receiver would find all of a chunk; what is put last is looked for first."""
+        names = [
+            *(ObjectName(chunk.key, ObjectKind.HIDDEN, layer) for layer in chunk.hidden),
+            *(ObjectName(chunk.key, ObjectKind.KV, layer) for layer in range(len(chunk.kv))),
+        ]
+        found = self._store.count_for_others(names[::-1], deadline_in(_LOOKUP_SECONDS))
+        return found == len(names)
 
     def _leave(self, writes: _Writes, put: Future[None]) -> None:
         self._room.release()
         if put.cancelled() or put.exception() is not None:
             writes.object_ended(False)
 
-    def _ended(self, is_saved: bool) -> None:
-        if is_saved:
-            self.puts.succeeded()
-        else:
+    def _written(self, is_written: bool) -> None:
+        self._ended("stored" if is_written else "failed")
+
+    def _ended(self, end: ChunkEnd) -> None:
+        if end == "failed":
             self.puts.failed()
-        self._count("stored" if is_saved else "failed")
+        else:
+            self.puts.succeeded()
+        self._count(end)
 
     def _count(self, end: ChunkEnd) -> None:
         with self._counting:

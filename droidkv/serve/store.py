@@ -157,12 +157,24 @@ class Store(ABC):
 
     def count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
         """How many objects, from the first on, are there now. As `contains_kv`."""
+        return self._counted(self._count_leading, names, deadline)
+
+    def count_for_others(self, names: Sequence[ObjectName], deadline: float) -> int:
+        """The same, without what only this process holds a copy of."""
+        return self._counted(self._count_shared, names, deadline)
+
+    def _counted(
+        self,
+        count: Callable[[Sequence[ObjectName], float], int],
+        names: Sequence[ObjectName],
+        deadline: float,
+    ) -> int:
         if not names:
             return 0
         try:
             if time.monotonic() >= deadline:
                 raise TimeoutError("the deadline had passed before anything was asked for")
-            return self._count_leading(names, deadline)
+            return count(names, deadline)
         except Exception as cause:
             raise self._missed(_as_miss(cause, "looking up", names)) from cause
 
@@ -232,6 +244,10 @@ class Store(ABC):
     @abstractmethod
     def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
         """How many are there before the first absent one; may raise as `_read`."""
+
+    def _count_shared(self, names: Sequence[ObjectName], deadline: float) -> int:
+        """As `_count_leading`, of what other processes find too."""
+        return self._count_leading(names, deadline)
 
     @abstractmethod
     def _read(

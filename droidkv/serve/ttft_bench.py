@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -54,7 +54,8 @@ class TtftSettings:
         dtype: Of both models.
         lengths: Prefix lengths.
         suffix_tokens: Behind each prefix.
-        layers: Numbers of recomputed layers; none = spread over the model's.
+        layers: Numbers of recomputed layers; none = spread over the model's, or 0 for a receiver
+            that was trained to read the sender's KV.
         repeats: Timed runs of each kind; the median counts, one more warms up.
         link_tokens: Prefix length of the link's sweep; 0 = leave it out.
         link_factors: Load time over compute time.
@@ -91,12 +92,16 @@ def bench_ttft(
         on_progress: Told of each timed run.
 
     Raises:
-        PlanError: A length or a number of layers is out of range.
+        PlanError: A length or a number of layers is out of range, or makes no sense for a receiver
+            that was trained to read the sender's KV.
         ServeError: An engine ended, or something was not reused.
     """
     began = time.perf_counter()
     config = load_config(pair.receiver)
     shape = ModelShape.from_config(config.to_dict(), DTYPES[settings.dtype].itemsize)
+    is_full_share = pair.reference is not None
+    if is_full_share:
+        settings = _full_share_settings(pair, settings)
     plans = _plans(settings, shape.num_layers)
     _check_lengths(settings)
     settings.folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +123,11 @@ def bench_ttft(
             "num_repeats": settings.repeats,
             "threads": engines["plain"].num_threads,
             "lengths": [bench.length(n, plans) for n in settings.lengths],
-            "overheads": [bench.overheads(n, plans[-1]) for n in sorted(settings.lengths)[:2]],
+            "overheads": [
+                # What such a receiver cannot reuse it refuses.
+                bench.overheads(n, None if is_full_share else plans[-1])
+                for n in sorted(settings.lengths)[:2]
+            ],
         }
         if settings.link_tokens:
             result["link"] = bench.link(settings.link_tokens, plans)
@@ -181,16 +190,17 @@ class _Bench:
             ],
         }
 
-    def overheads(self, num_tokens: int, plan: ReusePlan) -> dict[str, Any]:
-        """What a request that matches nothing, and storing, add to a prefill.
+    def overheads(self, num_tokens: int, plan: ReusePlan | None) -> dict[str, Any]:
+        """What a request for a plan that matches nothing (None: no such), and storing, add.
 
         With the connector and without take turns, each going first every other time.
         """
         num_pairs = _PAIRS_PER_REPEAT * self._settings.repeats
-        compared = {
-            "no_match": ("receiver", "plain", {"plan": str(plan)}),
-            "sender": ("sender", "base", None),
+        compared: dict[str, tuple[str, str, dict[str, Any] | None]] = {
+            "sender": ("sender", "base", None)
         }
+        if plan is not None:
+            compared["no_match"] = ("receiver", "plain", {"plan": str(plan)})
         seconds: dict[str, list[float]] = {
             name: [] for pair in compared.values() for name in pair[:2]
         }
@@ -333,6 +343,22 @@ class _Bench:
 
     def _step(self, stage: str, repeat: int) -> None:
         self._on_progress(f"ttft, {stage}", repeat + 1, self._settings.repeats + 1)
+
+
+def _full_share_settings(pair: Pair, settings: TtftSettings) -> TtftSettings:
+    """For a receiver that was trained to read the sender's KV: nothing is recomputed."""
+    if any(settings.layers):
+        raise PlanError(
+            f"expected no recomputed layers for {pair.name}, whose receiver was trained to read "
+            f"the sender's KV, got {', '.join(map(str, settings.layers))}; leave --layers out"
+        )
+    if settings.link_tokens:
+        raise PlanError(
+            f"expected --link-tokens 0 for {pair.name}, whose receiver was trained to read the "
+            f"sender's KV, got {settings.link_tokens}: the sweep over links times recomputing "
+            "beside loading, and nothing is recomputed"
+        )
+    return replace(settings, layers=(0,))
 
 
 def _plans(settings: TtftSettings, num_layers: int) -> list[ReusePlan]:

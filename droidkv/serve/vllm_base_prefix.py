@@ -5,9 +5,10 @@
      "kv_role": "kv_both", "kv_load_failure_policy": "fail",
      "kv_connector_extra_config": {see droidkv.serve.base_prefix.BasePrefixSettings}}
 
-Beside it `--enable-lora --lora-modules NAME=FOLDER ...`; the base is asked first, with the prompt
-and `max_tokens` 1, then an adapter by its name. The connector moves no KV. It only says which
-blocks an adapter's request may find, and fails a request that would find too few.
+Beside it `--enable-lora --lora-modules NAME=FOLDER ...`, and `--middleware` to tell clients why
+they are refused (`droidkv.serve.refusals`); the base is asked first, with the prompt and
+`max_tokens` 1, then an adapter by its name. The connector moves no KV. It only says which blocks an
+adapter's request may find, and fails a request that would find too few.
 """
 
 from __future__ import annotations

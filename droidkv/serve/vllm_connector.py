@@ -40,6 +40,7 @@ from droidkv.serve.connector_plan import (
     Span,
     StepJobs,
 )
+from droidkv.serve.refusals import note_refusal
 from droidkv.serve.vllm_parts import CountsRequests
 
 _LOG = logging.getLogger(__name__)
@@ -301,6 +302,10 @@ def append_record(audit: Path | None, record: AuditRecord) -> dict[str, Any]:
     table = record.to_json()
     if record.refused:
         _LOG.warning("request %s is refused: %s", record.request_id, record.reason)
+        try:
+            note_refusal(record)
+        except OSError as error:
+            _LOG.warning("the client of %s is not told why: %s", record.request_id, error)
     if audit is not None:
         try:
             with audit.open("a", encoding="utf-8") as file:

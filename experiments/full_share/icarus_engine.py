@@ -34,9 +34,8 @@ from droidkv.model_identity import load_config, load_tokenizer
 from droidkv.pair import ModelRef, read_pair
 from droidkv.provenance import provenance
 from droidkv.servable import servable_folder
-from droidkv.serve.decoders import pair_decoders
 from droidkv.serve.icarus import IcarusSettings
-from droidkv.serve.icarus_launch import ask, engine_arguments, engine_environment
+from droidkv.serve.icarus_launch import ask, engine_arguments, engine_environment, pair_decoders
 from droidkv.tasks import get_task
 
 

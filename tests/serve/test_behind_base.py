@@ -20,15 +20,21 @@ class Servers:
     Attributes:
         asked: Models in the order they were asked, and for how many tokens.
         refusals: How often the receiver refuses once the base has read.
-        in_stream: Whether it refuses in the middle of an answer.
+        error: What it refuses with.
+        in_stream: Whether errors come as events of an answer that has begun.
     """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
         self.bodies: list[dict[str, Any]] = []
         self.refusals = 0
-        self.in_stream = False
-        self.status = 500
+        self.in_stream = True
+        self.error: dict[str, Any] = {
+            "message": "it is refused",
+            "type": "droidkv_refused",
+            "code": 424,
+            "reason": "not_covered",
+        }
         servers = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -50,8 +56,8 @@ class Servers:
         is_refused = body["model"] != "base" and (not has_read or self.refusals > 0)
         if is_refused and has_read:
             self.refusals -= 1
-        error = {"error": {"message": "Internal server error", "code": self.status}}
-        handler.send_response(self.status if is_refused and not self.in_stream else 200)
+        error = {"error": self.error}
+        handler.send_response(self.error["code"] if is_refused and not self.in_stream else 200)
         handler.end_headers()
         pieces: list[Any] = [{"id": "cmpl-1", "choices": [{"text": "yes"}]}]
         for piece in [error] if is_refused else pieces:
@@ -75,9 +81,8 @@ def servers() -> Iterator[Servers]:
     made.close()
 
 
-@pytest.mark.parametrize("in_stream", [False, True])
-def test_the_base_reads_what_the_receiver_refuses(servers: Servers, in_stream: bool) -> None:
-    servers.in_stream, servers.refusals = in_stream, 2
+def test_the_base_reads_what_the_receiver_refuses(servers: Servers) -> None:
+    servers.refusals = 2
     assert servers.ask() == "yes"
     assert servers.asked == [("tuned", 5), ("base", 1), *[("tuned", 5)] * 3]
     servers.asked.clear()
@@ -94,15 +99,35 @@ def test_the_base_reads_no_more_than_the_prefix(servers: Servers) -> None:
         assert body["kv_transfer_params"] == {"droidkv": {"prefix_tokens": 2}}
 
 
+@pytest.mark.parametrize(
+    ("reason", "params"),
+    [("load_corrupt", {"droidkv": {"overwrite": True}}), ("load_absent", None)],
+)
+def test_the_base_stores_anew_what_is_damaged(
+    servers: Servers, reason: str, params: dict[str, Any] | None
+) -> None:
+    servers.error["reason"] = reason
+    assert servers.ask() == "yes"
+    assert servers.bodies[1].get("kv_transfer_params") == params
+
+
 def test_a_receiver_that_goes_on_refusing_is_given_up(servers: Servers) -> None:
     servers.refusals = 1000
-    with pytest.raises(RefusedError, match="still refuses"):
+    with pytest.raises(RefusedError, match=r"still refuses.*it is refused") as raised:
         servers.ask(wait_seconds=0.2)
+    assert (raised.value.status, raised.value.reason) == (424, "not_covered")
+
+
+def test_what_is_refused_whatever_the_base_has_read_is_given_up_at_once(servers: Servers) -> None:
+    servers.error |= {"code": 400, "reason": "too_short"}
+    with pytest.raises(RefusedError, match="it is refused"):
+        servers.ask()
+    assert servers.asked == [("tuned", 5)]
 
 
 @pytest.mark.parametrize("in_stream", [False, True])
 def test_a_wrong_request_is_no_refusal(servers: Servers, in_stream: bool) -> None:
-    servers.status, servers.in_stream = 400, in_stream
+    servers.in_stream, servers.error = in_stream, {"message": "no such model", "code": 404}
     with pytest.raises(ServeError) as raised:
         servers.ask()
     assert not isinstance(raised.value, RefusedError)

@@ -14,7 +14,8 @@ from droidkv.content import ADAPTER_CONFIG, ADAPTER_WEIGHTS, weights_sha256
 from droidkv.errors import DroidKVError, IdentityError, LoadError, PairError, UnsupportedModelError
 from droidkv.model_identity import load_config
 from droidkv.pair import ModelRef, Pair, read_pair
-from droidkv.serve.decoders import Decoder, pair_decoders, read_decoder, read_updates
+from droidkv.serve.decoders import Decoder, read_decoder, read_updates
+from droidkv.serve.icarus_launch import pair_decoders
 
 
 @pytest.fixture(scope="module")

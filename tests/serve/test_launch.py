@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_what_becomes_of_a_failed_load_is_what_becomes_of_a_miss() -> None:
     for on_miss, policy in policies.items():
         config = transfer_config(replace(RECEIVER, on_miss=on_miss))
         assert config["kv_load_failure_policy"] == policy
+
+
+def test_a_receiver_that_refuses_says_why() -> None:
+    flag = "--middleware"
+    refuses = launch(replace(RECEIVER, on_miss="error"), FOLDER, "float32").command
+    module, _, name = refuses[refuses.index(flag) + 1].rpartition(".")
+    assert callable(getattr(import_module(module), name))
+    for settings in (SENDER, RECEIVER, replace(RECEIVER, on_miss="own")):
+        assert flag not in launch(settings, FOLDER, "float32").command
 
 
 def test_flags_pass_through_untouched_and_last() -> None:

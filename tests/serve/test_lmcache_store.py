@@ -298,6 +298,19 @@ def test_a_damaged_copy_in_memory_is_replaced_by_the_folders(tmp_path: Path) -> 
     store.close()
 
 
+def test_what_only_this_process_holds_is_stored_anew_for_others(tmp_path: Path) -> None:
+    store = LMCacheStore(replace(SETTINGS, remote_url=f"fs://{tmp_path}"))
+    name = ObjectName(KEYS[0], ObjectKind.HIDDEN, 0)
+    for _ in range(2):
+        assert store.count_for_others([name], soon()) == 0
+        store.put_hidden(KEYS[0], 0, random_hidden())
+        assert store.flush(soon())
+        assert store.count_for_others([name], soon()) == 1
+        only_file(tmp_path).unlink()
+        assert store.contains_hidden(KEYS[0], [0], soon())  # in memory
+    store.close()
+
+
 def test_a_damaged_file_of_the_disk_tier_is_never_read_as_good(tmp_path: Path) -> None:
     settings = replace(SETTINGS, keep_local=False, local_disk=tmp_path)
     store = LMCacheStore(settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -16,7 +16,7 @@ from torch import Tensor
 from droidkv.serve.breaker import MOST_FAILURES, REST_SECONDS, Breaker
 from droidkv.serve.connector_plan import SaveJob
 from droidkv.serve.objects import ObjectName
-from droidkv.serve.sender_worker import CHUNK_ENDS, SenderWorker
+from droidkv.serve.sender_worker import CHUNK_ENDS, ChunkEnd, SenderWorker
 from droidkv.serve.store import MemoryStore
 
 CHUNK, BLOCK = 8, 4
@@ -69,7 +69,7 @@ def test_a_store_that_hangs_costs_the_sender_its_chunks_and_no_more() -> None:
     assert (worker.counts()["stored"], worker.counts()["failed"]) == (1, 3)
     # The second chunk was given up at its first failure.
     assert [name.key.index for name in written] == [0] * NUM_LAYERS + [1]
-    worker.save([SaveJob("t", tuple(TOKENS[:8]), 0, BLOCKS)])  # there is room again
+    worker.save([SaveJob("t", tuple(TOKENS[8:16]), 0, BLOCKS)])  # there is room again
     worker.close()
     assert (worker.counts()["stored"], worker.counts()["failed"]) == (2, 3)
 
@@ -203,6 +203,51 @@ def test_nothing_is_put_behind_an_object_that_is_lost() -> None:
     assert worker.flush(10)
     assert len(store.writing) == 1
     worker.close()
+
+
+def test_what_the_store_holds_is_not_stored_twice() -> None:
+    written = list[ObjectName]()
+
+    class Noting(MemoryStore):
+        def _write(self, name: ObjectName, buffer: Tensor) -> None:
+            written.append(name)
+            super()._write(name, buffer)
+
+    store = Noting(CHUNK)
+
+    def restarted(overwrite: bool = False) -> dict[ChunkEnd, int]:
+        written.clear()
+        sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
+        sender.hidden[2] = torch.zeros(64, sender.hidden_size)
+        worker = SenderWorker(sender, store, NAMESPACE, [2])
+        worker.save([SaveJob("s", tuple(TOKENS[:16]), 0, BLOCKS, overwrite)])
+        worker.close()
+        return {end: count for end, count in worker.counts().items() if count}
+
+    assert restarted() == {"stored": 2}
+    objects = list(written)
+    assert len(objects) == 2 * (NUM_LAYERS + 1)
+    assert restarted() == {"present": 2}
+    assert not written
+    for gone in objects[: NUM_LAYERS + 1]:  # any of them, for a receiver needs all
+        store._forget(gone)
+        assert restarted() == {"stored": 1, "present": 1}
+        assert written == objects[: NUM_LAYERS + 1]
+    assert restarted(overwrite=True) == {"stored": 2}
+    assert written == objects
+
+
+def test_a_store_that_does_not_say_what_it_holds_has_failed() -> None:
+    class Deaf(MemoryStore):
+        def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
+            raise ConnectionError("gone")
+
+    sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
+    store = Deaf(CHUNK)
+    worker = SenderWorker(sender, store, NAMESPACE, [])
+    worker.save([SaveJob("s", tuple(TOKENS[:16]), 0, BLOCKS)])
+    worker.close()
+    assert (worker.counts()["failed"], store.stats().puts) == (2, 0)
 
 
 def test_nothing_of_a_model_that_was_updated_is_stored() -> None:

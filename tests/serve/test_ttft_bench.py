@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import made_profiles
@@ -43,6 +44,20 @@ def test_loading_first_adds_up_and_streaming_hides() -> None:
     # All but E hides behind the recomputation; over a very slow link only the last layer is left.
     assert predicted(2.0, "streamed") < 6.25 + 1.0
     assert predicted(100.0, "streamed") == pytest.approx(100.0 + 0.5 + 0.25)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"layers": (0, 2), "link_tokens": 0}, "got 0, 2; leave"), ({}, "--link-tokens 0 for tiny")],
+)
+def test_nothing_is_recomputed_by_a_receiver_that_reads_the_senders_kv(
+    changes: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    pair = read_pair("tiny")
+    settings = TtftSettings(**{"folder": tmp_path / "bench", **changes})  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=named):
+        bench_ttft(replace(pair, reference=pair.receiver), settings)
+    assert not (tmp_path / "bench").exists()
 
 
 @pytest.mark.parametrize(

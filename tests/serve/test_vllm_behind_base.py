@@ -52,8 +52,9 @@ def test_agents_take_turns_over_http(tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with serving(launch, port, tmp_path / "server.log", environment) as server:
         server.wait_until_ready(500)
-        with pytest.raises(RefusedError, match="500"):
+        with pytest.raises(RefusedError, match="not_covered") as raised:
             complete(server.url, names[0], turns[0].prompt, NEW)
+        assert raised.value.status == 424
         base = Served(server.url, "base")
         for turn in turns:
             agent = Served(server.url, names[turn.agent])

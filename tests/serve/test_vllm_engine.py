@@ -79,7 +79,8 @@ def stored(models: Models) -> dict[str, Any]:
         return {
             "namespace": worker._setup.namespace,
             "identity": worker._setup.identity,
-            "gaps": sum(ended.values()) - ended["stored"],
+            "gaps": sum(ended.values()) - ended["stored"] - ended["present"],
+            "present": ended["present"],
             "failed": worker._sender.counts()["failed"],
             "preempted": preempted,
             "answers": [*first, *crowd, *unstored],
@@ -119,6 +120,7 @@ def test_a_sender_stores_what_the_hugging_face_engine_captures(
 ) -> None:
     assert stored["identity"] == models.sender.fingerprint
     assert stored["gaps"] == 0
+    assert stored["present"] >= len(PROMPTS[0]) // CHUNK  # two prompts begin alike
     assert stored["preempted"]
     assert_stored(models, open_store(STORE, CHUNK), stored["namespace"], [*PROMPTS, *CROWD])
 
