@@ -44,7 +44,7 @@ class BasePrefixConnector(CountsRequests, MovesNoKV):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         from droidkv.serve.vllm_models import ARCHITECTURES
-        from droidkv.serve.vllm_setup import check_cache, check_common
+        from droidkv.serve.vllm_refusals import check_cache, check_common
 
         check_common(vllm_config, ARCHITECTURES)
         table = vllm_config.kv_transfer_config.kv_connector_extra_config

@@ -12,7 +12,8 @@ from droidkv.model_identity import weights_identity
 from droidkv.serve.decoders import Decoder, read_decoder
 from droidkv.serve.icarus import NAMES_VARIABLE, REQUEST_CHECK, IcarusSettings, known_decoders
 from droidkv.serve.vllm_plugin import ICARUS_CLASSES
-from droidkv.serve.vllm_setup import check_common, model_ref, refuse_set
+from droidkv.serve.vllm_refusals import check_common, refuse_set
+from droidkv.serve.vllm_setup import model_ref
 from droidkv.sources import model_folder
 
 

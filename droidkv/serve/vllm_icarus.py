@@ -51,7 +51,7 @@ class IcarusConnector(MovesNoKV):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         from droidkv.serve.vllm_decoders import check_engine
-        from droidkv.serve.vllm_setup import check_cache
+        from droidkv.serve.vllm_refusals import check_cache
 
         table = vllm_config.kv_transfer_config.kv_connector_extra_config
         settings = IcarusSettings.from_table(table)

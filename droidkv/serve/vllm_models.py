@@ -21,6 +21,7 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from droidkv.errors import ServeError, UnsupportedModelError
 from droidkv.serve.settings import ServeSettings, needed_hidden_layers
+from droidkv.serve.vllm_refusals import check_engine
 
 HASHED_KEY = "droidkv_hidden_layers"
 _CONNECTOR = "DroidKVConnector"
@@ -171,6 +172,7 @@ def _wanted_layers(vllm_config: Any) -> tuple[int, ...]:
         return ()
     table = vllm_config.kv_transfer_config.kv_connector_extra_config
     settings = ServeSettings.from_table(table)
+    check_engine(vllm_config, settings, ARCHITECTURES)  # before weights are loaded
     if settings.role != "sender":
         return ()
     # Whose profiles these are is checked by the connector, which knows the model's identity.

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from droidkv.content import dtype_name
-from droidkv.errors import ServeError, UnsupportedModelError, unknown_name
 from droidkv.identity import Fingerprint
 from droidkv.model_identity import identify
 from droidkv.pair import ModelRef
@@ -30,6 +28,7 @@ from droidkv.serve.settings import (
 from droidkv.serve.store import Store, namespace_digest
 from droidkv.serve.vllm_engine import VllmPagedModel
 from droidkv.serve.vllm_models import ARCHITECTURES, model_of
+from droidkv.serve.vllm_refusals import check_cache, check_engine, check_failure_policy
 from droidkv.serve.worker_half import ReceiverWorker
 
 
@@ -73,7 +72,7 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup:
         DroidKVError: The engine is set up in a way that cannot work, or was never tested.
     """
     settings = ServeSettings.from_table(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    check_engine(vllm_config, settings)
+    check_engine(vllm_config, settings, ARCHITECTURES)
     spec = check_cache(kv_cache_config)
     identity = _identify(vllm_config, settings, vllm_config.model_config.model)
     pair = None
@@ -87,100 +86,6 @@ def read_setup(vllm_config: Any, kv_cache_config: Any) -> Setup:
         check_failure_policy(vllm_config, own_tokens_limit(settings, pair.profile))
     store = open_store(settings.store, settings.chunk_tokens)
     return Setup(vllm_config, spec, settings, store, identity, pair, hidden_layers)
-
-
-def check_engine(vllm_config: Any, settings: ServeSettings) -> None:
-    """Refuse what cannot work, or was never tested.
-
-    Raises:
-        UnsupportedModelError: The architecture is not served.
-        ServeError: Names the setting, what it is and what it has to be.
-    """
-    check_common(vllm_config, ARCHITECTURES)
-    if settings.role == "sender":
-        return
-    refuse_set("lora_config", vllm_config.lora_config, "LoRA in a receiver's engine")
-    if settings.load == "sync" and vllm_config.scheduler_config.async_scheduling:
-        raise ServeError(
-            "expected --no-async-scheduling with load = 'sync', got asynchronous scheduling, which "
-            "has scheduled a request's next step before its load is known to have failed; use "
-            "that flag, or load = 'async'"
-        )
-    if settings.load == "sync" and vllm_config.use_v2_model_runner:
-        raise ServeError(
-            "expected the V1 model runner with load = 'sync', got V2, on which recovery from a "
-            "failed load was never tested; set VLLM_USE_V2_MODEL_RUNNER=0, or load = 'async'"
-        )
-
-
-def check_common(vllm_config: Any, architectures: Iterable[str]) -> None:
-    """Refuse what no engine of droidkv's can work with.
-
-    Args:
-        vllm_config: The engine's configuration.
-        architectures: Those that are served in it.
-
-    Raises:
-        UnsupportedModelError: The architecture is not served.
-        ServeError: Names the setting, what it is and what it has to be.
-    """
-    architecture = vllm_config.model_config.architectures[0]
-    if architecture not in architectures:
-        raise UnsupportedModelError(unknown_name("architecture", architecture, architectures))
-    parallel = vllm_config.parallel_config
-    for name in (
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "data_parallel_size",
-        "decode_context_parallel_size",
-    ):
-        if (size := getattr(parallel, name, 1)) > 1:
-            raise ServeError(
-                f"expected {name} = 1, got {size}: ranks would have to agree on every load and "
-                "recompute, which is not supported; serve the model on one rank"
-            )
-    refuse_set("speculative_config", vllm_config.speculative_config, "speculative decoding")
-    refuse_set("quantization", vllm_config.model_config.quantization, "quantised weights")
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    if "fp8" in str(cache_dtype) or str(cache_dtype).startswith(("int", "nvfp")):
-        raise ServeError(
-            f"expected a KV cache in the model's dtype, got kv_cache_dtype {cache_dtype!r}, whose "
-            "scales are not stored; start with --kv-cache-dtype auto"
-        )
-
-
-def check_failure_policy(vllm_config: Any, own_tokens: int | None) -> None:
-    """Refuse a policy by which a failed load would have another end than a miss.
-
-    Raises:
-        ServeError: Names the policy and what it has to be.
-    """
-    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
-    wanted = "recompute" if own_tokens is None else "fail"
-    if policy != wanted:
-        end = "the receiver's own prefill" if policy == "recompute" else "an error"
-        raise ServeError(
-            f"expected kv_load_failure_policy {wanted!r} in --kv-transfer-config, got {policy!r}, "
-            f"with which a request whose load fails would be answered by {end}; see on_miss"
-        )
-
-
-def check_cache(kv_cache_config: Any) -> Any:
-    """The specification of the one group of layers with full attention.
-
-    Raises:
-        UnsupportedModelError: There are several groups, or attention sees a window only.
-    """
-    groups = kv_cache_config.kv_cache_groups
-    spec = groups[0].kv_cache_spec if len(groups) == 1 else None
-    if spec is None or type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
-        kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups}) or ["none"]
-        raise UnsupportedModelError(
-            f"expected full attention over one page table, got {', '.join(kinds)}"
-            f"{' with a sliding window' if getattr(spec, 'sliding_window', None) else ''}; "
-            "models with sliding windows or hybrid layers cannot be served"
-        )
-    return spec
 
 
 def receiver_scheduler(setup: Setup, on_record: Callable[[AuditRecord], None]) -> ReceiverScheduler:
@@ -253,9 +158,3 @@ def _identify(vllm_config: Any, settings: ServeSettings, name: str) -> Fingerpri
         vllm_config.parallel_config.tensor_parallel_size,
         settings.content_hash,
     )
-
-
-def refuse_set(name: str, value: object, what: str) -> None:
-    """Refuse a setting that was never tested, if it is set."""
-    if value is not None:
-        raise ServeError(f"expected {name} to be unset, got {value}: {what} was never tested here")

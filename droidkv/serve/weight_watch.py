@@ -20,6 +20,8 @@ class WeightWatch:
 
     It reads no more than a few numbers of each, so it can be asked in any step that stores or
     reuses. What it cannot see is a write into the memory of parameters that hits none of them.
+    vLLM has such writes in some backends of its weight transfer, which is refused at start; else
+    only code that whoever runs the engine sends into it can do so.
 
     Args:
         model: The model. If it has a `num_weight_loads`, that must not go up.

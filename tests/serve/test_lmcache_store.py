@@ -7,6 +7,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ from droidkv.plan import ReusePlan
 from droidkv.serve import verbs
 from droidkv.serve.breaker import MOST_FAILURES, REST_SECONDS, Breaker
 from droidkv.serve.connector_plan import SaveJob
-from droidkv.serve.keys import chunk_keys
+from droidkv.serve.keys import ChunkKey, chunk_keys
 from droidkv.serve.lmcache_settings import LMCacheSettings
 from droidkv.serve.objects import MissReason, ObjectKind, ObjectName
 from droidkv.serve.sender_worker import ChunkEnd, SenderWorker
@@ -351,6 +353,42 @@ def test_a_folder_that_cannot_be_is_a_backend_that_is_down(tmp_path: Path) -> No
     assert miss_reason(lambda: store.get_hidden(KEYS[0], 0, soon())) is MissReason.BACKEND_DOWN
     look_up = lambda: store.contains_hidden(KEYS[0], [0], soon())  # noqa: E731
     assert miss_reason(look_up) is MissReason.BACKEND_DOWN
+    store.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "droidkv-test", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no right to mount a small disk here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_takes_whole_objects_or_none_and_goes_on_when_there_is_room(
+    small_disk: Path, salt: str
+) -> None:
+    store = RemoteOnly(replace(SETTINGS, remote_url=f"fs://{small_disk}"), salt)
+    keys = chunk_keys(SENDER, range(100 * CHUNK_TOKENS), CHUNK_TOKENS)
+    ends: dict[ChunkKey, bool] = {}
+    for key in keys:
+        store.put_kv(key, 0, *random_kv(), on_end=partial(ends.__setitem__, key))
+    assert store.flush(soon())
+    written = [key for key in keys if ends[key]]
+    assert 0 < len(written) < len(keys)
+    assert store.stats().put_failures == len(keys) - len(written)
+    assert len(list(small_disk.iterdir())) == len(written)
+    assert [store.contains_kv(key, [0], soon()) for key in keys] == [ends[key] for key in keys]
+    store.get_kv_chunks(written, 0, soon())
+    lost = next(key for key in keys if not ends[key])
+    for path in small_disk.iterdir():
+        path.unlink()
+    store.put_kv(lost, 0, *random_kv(), on_end=partial(ends.__setitem__, lost))
+    assert store.flush(soon())
+    assert ends[lost]
+    store.get_kv(lost, 0, soon())
     store.close()
 
 

@@ -29,14 +29,16 @@ def check(
     folder: Path, role: str, options: dict[str, Any], model: Path | None = None, **extra: Any
 ) -> None:
     """What a connector does first, with the configuration of an engine that is not started."""
-    from droidkv.serve.vllm_setup import check_engine
+    from droidkv.serve.vllm_models import ARCHITECTURES
+    from droidkv.serve.vllm_refusals import check_engine
 
     transfer = connector(folder, role, "memory://refused", **extra)
     arguments = {**OPTIONS, **options, "model": str(model or folder / role)}
     config = vllm.EngineArgs(kv_transfer_config=transfer, **arguments).create_engine_config()
     # vLLM turns it off on a CPU, whatever it is told.
     config.scheduler_config.async_scheduling = arguments["async_scheduling"]
-    check_engine(config, ServeSettings.from_table(transfer["kv_connector_extra_config"]))
+    settings = ServeSettings.from_table(transfer["kv_connector_extra_config"])
+    check_engine(config, settings, ARCHITECTURES)
 
 
 def test_the_engines_of_the_other_tests_are_not_refused(models: Models) -> None:
@@ -58,6 +60,7 @@ def test_the_engines_of_the_other_tests_are_not_refused(models: Models) -> None:
                 ({"data_parallel_size": 2}, "data_parallel_size = 1, got 2"),
                 ({"speculative_config": SPECULATIVE}, "speculative decoding"),
                 ({"kv_cache_dtype": "fp8"}, "kv-cache-dtype"),
+                ({"weight_transfer_config": {"backend": "sparse_nccl"}}, "'sparse_nccl'"),
             )
         ),
         ("receiver", {"async_scheduling": True}, "no-async-scheduling"),
@@ -73,7 +76,7 @@ def test_what_was_never_tested_is_refused_by_name(
 
 @pytest.mark.parametrize(("own_tokens", "policy"), [(None, "fail"), (300, "recompute")])
 def test_a_failed_load_has_no_other_end_than_a_miss(own_tokens: int | None, policy: str) -> None:
-    from droidkv.serve.vllm_setup import check_failure_policy
+    from droidkv.serve.vllm_refusals import check_failure_policy
 
     config = vllm.config.KVTransferConfig(kv_load_failure_policy=policy)
     with pytest.raises(ServeError, match=f"got '{policy}'.*on_miss"):
@@ -91,7 +94,8 @@ def test_a_failed_load_has_no_other_end_than_a_miss(own_tokens: int | None, poli
 def test_what_takes_several_ranks_or_other_weights_is_refused_by_name(
     models: Models, role: str, part: str, name: str, value: object
 ) -> None:
-    from droidkv.serve.vllm_setup import check_engine
+    from droidkv.serve.vllm_models import ARCHITECTURES
+    from droidkv.serve.vllm_refusals import check_engine
 
     transfer = connector(models.folder, role, "memory://refused")
     config = vllm.EngineArgs(
@@ -100,7 +104,7 @@ def test_what_takes_several_ranks_or_other_weights_is_refused_by_name(
     setattr(getattr(config, part), name, value)
     settings = ServeSettings.from_table(transfer["kv_connector_extra_config"])
     with pytest.raises(ServeError, match=rf"{name}.*{value}"):
-        check_engine(config, settings)
+        check_engine(config, settings, ARCHITECTURES)
 
 
 def test_full_graphs_are_ruled_out_for_they_would_skip_the_waits_per_layer() -> None:
@@ -120,7 +124,7 @@ def cache_of(*specs: Any) -> Any:
 def test_windows_and_hybrid_layers_are_refused_by_name() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
-    from droidkv.serve.vllm_setup import check_cache
+    from droidkv.serve.vllm_refusals import check_cache
 
     shape: dict[str, Any] = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     full = FullAttentionSpec(block_size=64, **shape)
@@ -190,8 +194,10 @@ def test_a_real_engine_with_two_ranks_does_not_start(models: Models) -> None:
         "batches": [],
     }
     result = run_engine(models.folder, spec, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    said = result.stdout + result.stderr
     assert result.returncode != 0
-    assert "expected tensor_parallel_size = 1, got 2" in result.stdout + result.stderr
+    assert "expected tensor_parallel_size = 1, got 2" in said
+    assert "Starting to load model" in said and "Loading weights took" not in said
 
 
 @pytest.mark.slow
