@@ -241,6 +241,23 @@ def test_long_recomputes_wait_while_others_are_answered(
 
 
 @pytest.mark.parametrize("load", LOAD_MODES)
+def test_many_requests_for_one_prefix_load_it_once(
+    models: Models, engine: Engine, monkeypatch: pytest.MonkeyPatch, load: str
+) -> None:
+    load_so(engine, monkeypatch, ("streamed", load))
+    store = open_store(STORE, CHUNK)
+    before = store.stats().gets
+    shared = LONG[: 2 * CHUNK]  # whole blocks
+    prompts = [shared + token_ids(20 + index, seed=80 + index) for index in range(20)]
+    plans = ["[2,4)"] * len(prompts)
+    assert_all_same(models, engine.answer(prompts, plans), prompts, plans)
+    # KV of the reused layers, and E at the plan's start, of two chunks.
+    assert store.stats().gets - before == 2 * (LAYERS - 2 + 1)
+    records = engine.records()[-len(prompts) :]
+    assert sorted(each["advertised_tokens"] for each in records) == [0] * 19 + [len(shared)]
+
+
+@pytest.mark.parametrize("load", LOAD_MODES)
 def test_preempted_requests_answer_the_same(
     models: Models, engine: Engine, monkeypatch: pytest.MonkeyPatch, load: str
 ) -> None:

@@ -1,7 +1,8 @@
-"""A sender's engine that also serves a LoRA: what that computes is never stored as the base's."""
+"""Adapters: what a LoRA computes is never stored as the base's, nor found as another's."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from serve.engines import (
     assert_stored,
     make_models,
     own_answer,
+    reference,
     sampling_params,
+    store_captured,
 )
 
 from droidkv.loading import load_model
@@ -27,6 +30,7 @@ from droidkv.pair import ModelRef
 from droidkv.serve.keys import chunk_keys, namespace_digest
 from droidkv.serve.opening import open_store
 from droidkv.serve.store import deadline_in
+from droidkv.tiny import tiny_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -84,3 +88,32 @@ def test_a_lora_request_is_answered_and_not_stored(tmp_path: Path) -> None:
     for answer in (with_lora[0], again[0]):
         assert_same(answer, own_answer(tuned, PROMPTS[0]))
         assert (answer[0] - own[0]).abs().max() > 1000 * TOLERANCE
+
+
+def test_the_cache_of_a_model_without_an_adapter_is_not_found_as_that_with_it(
+    tmp_path: Path,
+) -> None:
+    models = make_models(tmp_path)
+    tuned_model(tmp_path / "adapter", models)
+    base = load_model(ModelRef(str(tmp_path / "sender"))).model.model
+    merged = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).merge_and_unload()
+    merged.save_pretrained(tmp_path / "tuned")
+    tiny_tokenizer().save_pretrained(tmp_path / "tuned")
+    of_tuned = replace(models, sender=load_model(ModelRef(str(tmp_path / "tuned"))), stitch=None)
+    store = open_store(f"{STORE}-two", CHUNK)
+    store_captured(models, store, PROMPTS[:1])
+    engine = Engine(
+        tmp_path, "receiver", f"{STORE}-two", sender=str(tmp_path / "tuned"), stitch=None
+    )
+    try:
+        (before,) = engine.answer(PROMPTS[:1], ["none"])
+        store_captured(of_tuned, store, PROMPTS[:1])
+        engine.forget()
+        (after,) = engine.answer(PROMPTS[:1], ["none"])
+        reasons = [record["reason"] for record in engine.records()]
+    finally:
+        engine.stop()
+    assert reasons == ["not_covered", None]
+    assert_same(before, reference(models, PROMPTS[0], None))
+    assert_same(after, reference(of_tuned, PROMPTS[0], "none"))
+    assert (after[0] - reference(models, PROMPTS[0], "none")[0]).abs().max() > 100 * TOLERANCE

@@ -21,6 +21,8 @@ from serve.engines import (
 )
 from torch import nn
 
+from droidkv.loading import load_model
+from droidkv.pair import ModelRef
 from droidkv.serve.opening import open_store
 from droidkv.serve.weight_watch import WeightWatch
 
@@ -90,8 +92,29 @@ def reloaded(engine: Engine, factor: float) -> None:
     engine.llm.collective_rpc("reload_weights")
 
 
+def reloaded_from_elsewhere(engine: Engine, factor: float) -> None:
+    """vLLM's own way, from a folder with other numbers; or back from that which was served."""
+    served = engine.audit.parent / "receiver"
+    folder = served.with_name("updated")
+    if factor == FACTOR and not folder.exists():
+        updated = load_model(ModelRef(str(served))).model.model
+        with torch.no_grad():
+            for weight in norms(updated):
+                weight.mul_(factor)
+        updated.save_pretrained(folder)
+    path = str(folder if factor == FACTOR else served)
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+
 Update = Callable[[Engine, float], None]
-UPDATES = [copied, copied_in_inference_mode, written_past_the_parameters, loaded, reloaded]
+UPDATES = [
+    copied,
+    copied_in_inference_mode,
+    written_past_the_parameters,
+    loaded,
+    reloaded,
+    reloaded_from_elsewhere,
+]
 
 
 def updated_answer(models: Models, model: Any, prompt: list[int], factor: float) -> Any:
@@ -154,9 +177,53 @@ def test_a_receiver_that_is_updated_reuses_no_more(
         start_anew(receiver, update, factor)
 
 
+def test_a_single_number_that_vllm_reloads_past_the_model_is_seen(receiver: Engine) -> None:
+    """By the way of weights in the engine's own format, which `load_weights` hears nothing of."""
+
+    def weight(model: Any) -> torch.Tensor:
+        kept: torch.Tensor = model.model.embed_tokens.weight.detach().clone()
+        return kept
+
+    def reload(sent: torch.Tensor) -> None:
+        options = {"weights_iterator": [(name, sent)], "is_checkpoint_format": False}
+        receiver.llm.collective_rpc("reload_weights", kwargs=options)
+
+    name = "model.embed_tokens.weight"
+    receiver.forget()
+    receiver.answer([PROMPT], ["[2,4)"])
+    assert receiver.records()[-1]["reason"] is None
+    (before,) = receiver.llm.apply_model(weight)
+    changed = before.clone()
+    changed[3, 5] += 1e-3  # none of those that are compared
+    try:
+        reload(changed)
+        receiver.forget()
+        receiver.answer([PROMPT], ["[2,4)"])
+        assert receiver.records()[-1]["reason"] == "weights_changed"
+    finally:
+        reload(before)
+        watch_anew(receiver)
+
+
+def test_sleep_and_waking_up_are_no_update(models: Models, receiver: Engine) -> None:
+    # Level 2 drops weights where there is memory to drop, which this build's engine has not.
+    for level in (1, 2):
+        receiver.llm.sleep(level=level)
+        receiver.llm.wake_up()
+        receiver.forget()
+        (answer,) = receiver.answer([PROMPT], ["[2,4)"])
+        assert_same(answer, reference(models, PROMPT, "[2,4)"))
+        assert receiver.records()[-1]["reason"] is None
+
+
 def start_anew(receiver: Engine, update: Update, factor: float) -> None:
-    """Undo an update, as if the engine had just started."""
+    """Undo an update, and watch anew."""
     update(receiver, 1 / factor)
+    watch_anew(receiver)
+
+
+def watch_anew(receiver: Engine) -> None:
+    """As an engine does that just started."""
     model = receiver.worker()._receiver._model
     model._weights = WeightWatch(model._model)
     receiver.scheduler().connector._receiver_scheduler._weights_changed = False
