@@ -12,7 +12,7 @@ from droidkv.capture import capture
 from droidkv.encode import EncodedItem
 from droidkv.errors import PlanError
 from droidkv.loading import LoadedModel, load_model
-from droidkv.oracles import Oracles, VerifyResult
+from droidkv.oracles import TOLERANCES, Oracles, VerifyResult
 from droidkv.pair import ModelRef
 from droidkv.plan import ReusePlan
 from droidkv.prefill import partial_prefill
@@ -86,6 +86,17 @@ def test_bfloat16_has_a_tolerance_of_its_own() -> None:
 def oracles(pair: tuple[LoadedModel, LoadedModel]) -> Oracles:
     sender, receiver = pair
     return Oracles(sender.model, receiver.model, ITEMS, [ReusePlan.of(1, 3)], None, (2,))
+
+
+def test_what_the_stock_model_is_off_itself_is_rounding_too(
+    pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert oracles(pair).tolerance == TOLERANCES[torch.float32]
+    stock = Oracles._stock
+    monkeypatch.setattr(Oracles, "_stock", lambda self, index: stock(self, index) + 0.01)
+    checked = oracles(pair)
+    assert checked.tolerance == pytest.approx(0.02, rel=0.01)
+    assert checked.noise_floor().tolerance == pytest.approx(1e-4)  # a mean is not off by that
 
 
 def test_a_plan_that_is_not_carried_out_is_found(
