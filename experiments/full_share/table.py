@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=60)
     parser.add_argument("--skip", type=int, default=12, help="items that may have chosen the plan")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--arm", action="append", help="only this one; repeatable")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     output = options.output or HERE / f"{options.pair}.json"
@@ -95,7 +96,7 @@ def main() -> None:
         sys.exit(f"{output} is of other items; remove it or name another output")
     rows: dict[str, Any] = table.setdefault("arms", {})
     for arm in arms_of(options.pair, base.model.num_layers):
-        if arm.name in rows:
+        if arm.name in rows or (options.arm and arm.name not in options.arm):
             continue
         started = time.monotonic()
         model = load_model(arm.model)
@@ -123,10 +124,10 @@ def main() -> None:
         write_json(output, table)
     print(f"n = {len(items)}, {task.metric}; 95 % bootstrap intervals; loss paired, in points")
     for name, row in rows.items():
-        print(
-            f"| {name} | {row['mean']:.3f} [{row['low']:.3f}, {row['high']:.3f}] | "
-            f"{row['loss_points']:.1f} [{row['loss_low']:.1f}, {row['loss_high']:.1f}] |"
-        )
+        lost = ""
+        if "loss_points" in row:
+            lost = f"{row['loss_points']:.1f} [{row['loss_low']:.1f}, {row['loss_high']:.1f}]"
+        print(f"| {name} | {row['mean']:.3f} [{row['low']:.3f}, {row['high']:.3f}] | {lost} |")
 
 
 @torch.no_grad()
