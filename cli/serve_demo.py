@@ -72,7 +72,10 @@ def demo(
 
     pair = read_pair(pair_name)
     chosen = choose_task(pair, task_name, task_pairs)
-    options = {"num_records": 20, "questions_per_context": questions} | dict(chosen.options)
+    options: dict[str, Any] = {"questions_per_context": questions}
+    if pair.reference is None:  # the others read no longer texts than they were trained on
+        options["num_records"] = 20
+    options |= dict(chosen.options)
     task = get_task(chosen.name, **(options if chosen.name == "records" else chosen.options))
     items = shared_document(task.generate("eval", seed=1), questions)
     settings = DemoSettings(
