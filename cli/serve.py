@@ -9,14 +9,14 @@ import click
 
 from .console import Console
 from .framework import Group
-from .options import combined, output_file, pair_argument
+from .options import combined, pair_argument
 from .passed import PassingCommand, passed_arguments
 from .places import find_profile
 from .serve_demo import demo
 from .serve_icarus import icarus
 from .serve_prefillshare import prefillshare
 from .serve_purge import purge
-from .serve_start import dtype_option, print_option, start
+from .serve_start import audit_option, dtype_option, print_option, start
 from .units import BANDWIDTH, SECONDS
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def serve() -> None:
       "kv_transfer_params": {"droidkv": {"order": "all_first"}}
 
     Whatever goes wrong with the store, a request is answered by the receiver's own prefill, or
-    ends in an error if that was never trained (--on-miss); the reason stands in its audit line
-    and in vLLM's /metrics.
+    refused if that was never trained (--on-miss); the reason stands in its audit line and in
+    vLLM's /metrics.
     """
 
 
@@ -186,7 +186,7 @@ def sender(
     help="With error: longest end of a prompt that the receiver may compute itself. Default: one "
     "chunk more than the longest suffix that the profile measured.",
 )
-@click.option("--audit", type=output_file, help="File that gets one JSON line per request.")
+@audit_option
 @click.option("--timeline", is_flag=True, help="Audit lines with timelines; see `droidkv stats`.")
 @shared_options
 @click.pass_obj
@@ -205,7 +205,7 @@ def receiver(
     tokens_per_step: int,
     on_miss: str | None,
     own_tokens: int | None,
-    audit: Path | None,
+    audit: str | None,
     timeline: bool,
     store_address: str | None,
     chunk_tokens: int,
@@ -240,7 +240,7 @@ def receiver(
             "tokens_per_step": tokens_per_step,
             "on_miss": on_miss,
             "own_tokens": own_tokens,
-            "audit": None if audit is None else str(audit.absolute()),
+            "audit": audit,
             "timeline": timeline,
         }
     )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from .console import Console
-from .options import output_file
 from .passed import PassingCommand, passed_arguments
-from .serve_start import dtype_option, print_option, start
+from .serve_start import audit_option, dtype_option, print_option, start
 
 
 @click.command(
@@ -26,7 +23,7 @@ from .serve_start import dtype_option, print_option, start
     help="Longest end of a prompt that an adapter may compute itself, where a request does not "
     "name its prefix. Default: one block.",
 )
-@click.option("--audit", type=output_file, help="File that gets one JSON line per request.")
+@audit_option
 @dtype_option
 @print_option
 @click.pass_obj
@@ -34,7 +31,7 @@ def prefillshare(
     console: Console,
     pair_names: tuple[str, ...],
     own_tokens: int | None,
-    audit: Path | None,
+    audit: str | None,
     dtype: str,
     only_print: bool,
 ) -> int:
@@ -56,10 +53,10 @@ def prefillshare(
     from droidkv.serve.base_prefix_launch import check_adapters, launch_adapters, pair_adapters
 
     base, adapters = pair_adapters([read_pair(name) for name in pair_names])
-    settings = BasePrefixSettings(own_tokens, None if audit is None else str(audit.absolute()))
+    settings = BasePrefixSettings(own_tokens, audit)
     passed = passed_arguments()
     folder = servable_folder(base, dtype)
     names = (base.name, *base.aliases)
     started = launch_adapters(settings, adapters, folder, dtype, names, passed)
-    checks = check_adapters(adapters, folder, dtype, passed)
+    checks = check_adapters(settings, adapters, folder, dtype, passed)
     return start(console, started, checks, names, only_print, [f"adapters {', '.join(adapters)}"])

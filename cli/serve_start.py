@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from . import exits
 from .console import Console
+from .options import output_file
 from .table import table
 
 if TYPE_CHECKING:
@@ -17,6 +19,23 @@ if TYPE_CHECKING:
     from droidkv.check import Check
     from droidkv.serve.launch import Launch
 
+
+def _in_a_folder(context: click.Context, option: click.Parameter, path: Path | None) -> str | None:
+    """The whole path of a file that a server will write, whose folder must be there."""
+    if path is None:
+        return None
+    whole = path.absolute()
+    if not whole.parent.is_dir():
+        raise click.BadParameter(f"expected a folder {whole.parent} to write in, there is none")
+    return str(whole)
+
+
+audit_option = click.option(
+    "--audit",
+    type=output_file,
+    callback=_in_a_folder,
+    help="File that gets one JSON line per request.",
+)
 dtype_option = click.option(
     "--dtype", default="float32", show_default=True, help="Of weights and cache; as profiled."
 )

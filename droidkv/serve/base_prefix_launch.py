@@ -14,9 +14,11 @@ from droidkv.pair import ModelRef, Pair
 from droidkv.serve.base_prefix import BasePrefixSettings
 from droidkv.serve.beside_base import adapters_of, preflight_adapters
 from droidkv.serve.launch import SHARED_FLAGS, Launch, connector_config, server_command
+from droidkv.serve.preflight import block_size
 from droidkv.serve.refusals import MIDDLEWARE
 
 CONNECTOR_MODULE = "droidkv.serve.vllm_base_prefix"
+_FINE_BLOCK_TOKENS = 32
 # What vLLM takes as --max-lora-rank.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _OWN_FLAGS = {
@@ -24,7 +26,7 @@ _OWN_FLAGS = {
     **dict.fromkeys(
         ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank"), "pair files"
     ),
-    "--no-enable-prefix-caching": "nothing: adapters find the base's blocks by it",
+    "--no-enable-prefix-caching": "nothing, since adapters find the base's blocks by it",
 }
 
 
@@ -76,11 +78,16 @@ def launch_adapters(
 
 
 def check_adapters(
-    adapters: Mapping[str, Path], folder: Path, dtype: str, passed: Sequence[str] = ()
+    settings: BasePrefixSettings,
+    adapters: Mapping[str, Path],
+    folder: Path,
+    dtype: str,
+    passed: Sequence[str] = (),
 ) -> list[Check]:
-    """What `preflight_adapters` says of such a server.
+    """What `preflight_adapters` says of such a server, and what of its blocks.
 
     Args:
+        settings: The engine's.
         adapters: Name -> folder.
         folder: The base's.
         dtype: Of weights and cache.
@@ -91,7 +98,26 @@ def check_adapters(
         check_base(adapter, weights)
         return f"rank {read_adapter_config(adapter).get('r')}"
 
-    return preflight_adapters("adapter", adapters, look, folder, dtype, passed)
+    checks = preflight_adapters("adapter", adapters, look, folder, dtype, passed)
+    return [*checks, _check_blocks(settings.own_tokens, passed)]
+
+
+def _check_blocks(own_tokens: int | None, passed: Sequence[str]) -> Check:
+    """Only whole blocks are shared; what is left of a prefix, an adapter computes itself."""
+    block_tokens = block_size(passed)
+    if block_tokens is None:
+        return Check("blocks", "fail", "--block-size is no number", "give a number of tokens")
+    found = f"of {block_tokens} tokens"
+    if own_tokens is not None and own_tokens < block_tokens:
+        advice = f"an adapter may have to compute one block: --own-tokens {block_tokens} or more"
+        return Check("blocks", "fail", f"{found}, --own-tokens {own_tokens}", advice)
+    if block_tokens > _FINE_BLOCK_TOKENS:
+        advice = (
+            "an adapter loses with each token of the prefix that it computes itself: "
+            f"--block-size {_FINE_BLOCK_TOKENS} after '--'"
+        )
+        return Check("blocks", "warn", found, advice)
+    return Check("blocks", "ok", found)
 
 
 def engine_arguments(settings: BasePrefixSettings, adapters: Mapping[str, Path]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def server_command(
         name = flag.partition("=")[0].replace("_", "-")
         if name in refused:
             raise ServeError(
-                f"expected flags that droidkv leaves to vLLM, got {name}; use {refused[name]}"
+                f"expected flags that droidkv leaves to vLLM, got {name}; instead: {refused[name]}"
             )
     command = [*_server(), str(folder), "--dtype", dtype]
     if names and "--served-model-name" not in {flag.partition("=")[0] for flag in passed}:

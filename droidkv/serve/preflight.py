@@ -36,7 +36,7 @@ _DEFAULT_PORTS = {"redis": 6379, "rediss": 6379}
 _CONNECT_SECONDS = 2.0
 _LITTLE_ROOM = 1 << 30
 _FINE_CHUNK_TOKENS = 16
-_CPU_BLOCK_TOKENS = 128  # vLLM's default on a CPU
+_CPU_BLOCK_TOKENS, _GPU_BLOCK_TOKENS = 128, 16  # vLLM's defaults
 _REFUSED_VALUES = {
     "tensor_parallel_size": ("--tensor-parallel-size", "-tp"),
     "pipeline_parallel_size": ("--pipeline-parallel-size", "-pp"),
@@ -146,14 +146,24 @@ def check_hashes(chunk_tokens: int) -> Check:
 
 def check_blocks(chunk_tokens: int, passed: Sequence[str]) -> Check:
     """Chunks of whole blocks leave no block half mixed; other sizes work, and reuse less."""
-    text = passed_value(passed, "--block-size") or str(_CPU_BLOCK_TOKENS)
-    if not text.isdigit() or int(text) < 1:
-        return Check("blocks", "fail", f"--block-size {text!r}", "give a number of tokens")
-    found = f"{chunk_tokens} tokens per chunk, blocks of {text}"
-    if chunk_tokens % int(text) and int(text) % chunk_tokens:
+    block_tokens = block_size(passed)
+    if block_tokens is None:
+        return Check("blocks", "fail", "--block-size is no number", "give a number of tokens")
+    found = f"{chunk_tokens} tokens per chunk, blocks of {block_tokens}"
+    if chunk_tokens % block_tokens and block_tokens % chunk_tokens:
         advice = "let one be a multiple of the other: --chunk-tokens, or --block-size after '--'"
         return Check("blocks", "warn", found, advice)
     return Check("blocks", "ok", found)
+
+
+def block_size(passed: Sequence[str]) -> int | None:
+    """Tokens of one block, by the flags for vLLM; None = no number is given."""
+    import torch
+
+    text = passed_value(passed, "--block-size")
+    if text is None:
+        return _GPU_BLOCK_TOKENS if torch.cuda.is_available() else _CPU_BLOCK_TOKENS
+    return int(text) if text.isdigit() and int(text) else None
 
 
 def check_flags(passed: Sequence[str], lora: str | None = None) -> Iterator[Check]:

@@ -128,7 +128,7 @@ def test_adapters_that_read_the_bases_kv_are_shown(tmp_path: Path) -> None:
     pair = prefillshare_pair(tmp_path)
     value = started(
         *("prefillshare", pair, "--own-tokens", 48, "--audit", "audit.jsonl", "--print"),
-        *("--", "--port", "8004"),
+        *("--", "--block-size", "32", "--port", "8004"),
     )
     config = value["kv_transfer_config"]
     assert (config["kv_connector"], config["kv_load_failure_policy"]) == (
@@ -152,6 +152,11 @@ def test_adapters_that_cannot_read_it_are_not_started(tmp_path: Path) -> None:
     pair = prefillshare_pair(tmp_path)
     shown = run("serve", "prefillshare", pair, "--", "--enable-lora", code=2)
     assert "--enable-lora" in shown.stderr
+    shown = run("serve", "prefillshare", pair, "--", "--block-size", "x", code=1)
+    assert "no number" in shown.stdout
+    small = ("prefillshare", pair, "--own-tokens", 16, "--", "--block-size", 32)
+    assert "--own-tokens 32" in run("serve", *small, code=1).stdout
+    assert "nowhere" in error_of("serve", "prefillshare", pair, "--audit", "nowhere/a.jsonl")
     record_base(tmp_path / "one", "sha256:" + "0" * 64, "prefillshare")
     shown = run("serve", "prefillshare", pair, code=1)
     assert "adapter one" in shown.stdout
