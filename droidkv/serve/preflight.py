@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from droidkv.check import Check, Status
 from droidkv.doctor import check_broken_companions, check_packages, check_processor
-from droidkv.errors import DroidKVError
+from droidkv.errors import DroidKVError, ServeError
 from droidkv.identity import Fingerprint
 from droidkv.model_identity import identify, load_config
 from droidkv.pair import ModelRef
@@ -274,7 +274,11 @@ def _check_receiver(
         if picked is None:
             status, advice = "warn", "nothing will be reused: allow more with --max-loss"
     yield Check("plan", status, found, advice)
-    own_tokens = own_tokens_limit(settings, pair.profile)
+    try:
+        own_tokens = own_tokens_limit(settings, pair.profile)
+    except ServeError as error:
+        yield Check("on miss", "fail", str(error), "see the message")
+        return
     if own_tokens is None:
         yield Check("on miss", "ok", "the receiver's own prefill")
     else:

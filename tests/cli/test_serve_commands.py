@@ -173,6 +173,9 @@ def test_a_receiver_says_what_becomes_of_a_miss(profiled: Path) -> None:
         assert value["kv_transfer_config"]["kv_load_failure_policy"] == policy
         (check,) = (each for each in value["checks"] if each["name"] == "on miss")
         assert ("300 tokens" in check["found"]) == (on_miss == "error")
+    shown = run("serve", *base, "--on-miss", "own", "--own-tokens", 300, code=1).stdout
+    assert "leave own_tokens out" in shown
+    assert "profile this pair" not in shown
 
 
 def test_mistakes_are_named(profiled: Path) -> None:
