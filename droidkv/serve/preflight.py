@@ -262,6 +262,12 @@ def _check_receiver(
         starts = () if pair.stitch is None else pair.stitch.starts
         if plan.operator == "stitch" and plan.transition not in starts:
             status, advice = "fail", "no map was fitted for its start: choose another plan"
+        elif plan.transition not in (None, *needed_hidden_layers(settings, identity=None)):
+            status = "warn"
+            advice = (
+                f"no plan on the profile's frontier starts there, so nothing is found unless the "
+                f"sender is started with --plan '{plan}' too"
+            )
     elif pair.evidence is None:
         found = "none: only requests that ask for a plan reuse"
     elif settings.calibration is not None:

@@ -55,6 +55,17 @@ def test_a_pair_that_was_profiled_is_fit(profile: str, tmp_path: Path) -> None:
     assert receiver["plan"].found.startswith("[")
 
 
+@pytest.mark.parametrize(("plan", "status"), [("[0,2)", "ok"), ("[1,3)", "warn")])
+def test_a_plan_whose_e_the_profile_lets_nobody_store_is_said(
+    profile: str, plan: str, status: str
+) -> None:
+    # The sender of this profile stores no E: its frontier's plans start at layer 0.
+    settings = ServeSettings("receiver", "memory://x", profiles=(profile,), plan=plan)
+    found = checks(settings, RECEIVER)["plan"]
+    assert found.status == status
+    assert (f"--plan '{plan}'" in found.advice) == (status == "warn")
+
+
 def test_another_model_than_the_profiled_one_is_named_by_its_field(profile: str) -> None:
     settings = ServeSettings("receiver", "memory://x", profiles=(profile,))
     wrong = checks(settings, ModelRef("tiny:llama?layers=4&noise=0.2"))["profile"]
