@@ -296,13 +296,13 @@ class Load:
 
     def _load_layers(self, layers: deque[int], writing: threading.Lock) -> None:
         """Load the next layer until none is left. Runs twice at once: one reads, one writes."""
+        keys = [self._keys[piece.chunk] for piece in self._pieces]
         while not self.failed and not self._stopped:
             try:
                 layer = layers.popleft()
             except IndexError:
                 return
             start = time.time()
-            keys = [self._keys[piece.chunk] for piece in self._pieces]
             with self._store.lent_kv_chunks(keys, layer, self._deadline) as pairs:
                 self._check_kv(pairs)
                 self.timeline.add("load", layer, start)
