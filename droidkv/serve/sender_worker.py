@@ -195,7 +195,7 @@ class SenderWorker:
     def _ended(self, end: ChunkEnd) -> None:
         if end == "failed":
             self.puts.failed()
-        else:
+        elif end == "stored":  # what is present says nothing of whether the store still takes any
             self.puts.succeeded()
         self._count(end)
 

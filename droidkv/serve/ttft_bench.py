@@ -32,6 +32,7 @@ from droidkv.run_folder import Progress, no_progress
 from droidkv.serve.audit import record_from_json
 from droidkv.serve.connector_plan import LOAD_ORDERS, AuditRecord
 from droidkv.serve.link_model import calibration_of_runs, predicted_seconds
+from droidkv.serve.opening import check_address
 from droidkv.serve.settings import DEFAULT_CHUNK_TOKENS
 from droidkv.serve.ttft_engines import EngineProcess, timed_engines
 
@@ -94,7 +95,8 @@ def bench_ttft(
     Raises:
         PlanError: A length or a number of layers is out of range, or makes no sense for a receiver
             that was trained to read the sender's KV.
-        ServeError: An engine ended, or something was not reused.
+        ServeError: The store's address is wrong, an engine ended, or something was not reused.
+        StorageError: An option of the store's address is wrong.
     """
     began = time.perf_counter()
     config = load_config(pair.receiver)
@@ -104,6 +106,8 @@ def bench_ttft(
         settings = _full_share_settings(pair, settings)
     plans = _plans(settings, shape.num_layers)
     _check_lengths(settings)
+    if settings.store is not None:
+        check_address(settings.store)
     settings.folder.mkdir(parents=True, exist_ok=True)
     with timed_engines(
         pair,

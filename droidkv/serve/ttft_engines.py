@@ -148,9 +148,9 @@ def timed_engines(
     }
     transfers: dict[str, tuple[str, dict[str, Any] | None]] = {
         "plain": ("receiver", None),
-        "receiver": ("receiver", _whole_config(roles["receiver"])),
+        "receiver": ("receiver", whole_config(roles["receiver"])),
         "base": ("sender", None),
-        "sender": ("sender", _whole_config(roles["sender"])),
+        "sender": ("sender", whole_config(roles["sender"])),
     }
     with ExitStack() as running:
         engines = {}
@@ -177,7 +177,7 @@ def _threads() -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
 
 
-def _whole_config(settings: ServeSettings) -> dict[str, Any]:
+def whole_config(settings: ServeSettings) -> dict[str, Any]:
     """With what the engine's process reads itself, whether or not it is as by default."""
     config = transfer_config(settings)
     table = {**config["kv_connector_extra_config"], "chunk_tokens": settings.chunk_tokens}

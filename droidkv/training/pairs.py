@@ -18,6 +18,10 @@ _DESCRIPTIONS = {
     "icarus": "an adapter that decodes from the base's KV of every token",
 }
 
+# LoRA wants a learning rate about ten times that of all parameters ("LoRA Without Regret",
+# Thinking Machines Lab 2025, section on optimal learning rates).
+_LORA_OVER_FULL = 10
+
 
 def recipe_of(pair: Pair) -> Recipe:
     """A pair's recipe.
@@ -39,7 +43,8 @@ def full_share_pair(
     """The pair whose receiver learns by `plain`'s recipe to read the sender's KV.
 
     Same task, data, budget and seed; the sender is the frozen base, and the ordinary fine-tune is
-    the reference. Nothing is written.
+    the reference. Only the learning rate is another where a LoRA was trained and now all parameters
+    are, or the other way round. Nothing is written.
 
     Args:
         plain: A pair with a recipe of mode `plain`, read from a file.
@@ -62,6 +67,7 @@ def full_share_pair(
         recipe,
         mode=mode,
         method=method,
+        learning_rate=_rate(recipe, method),
         target_modules=default_targets(mode) if targets == ALL_PROJECTIONS else targets,
     )
     recipe.check_mode(f"{plain.path}, [train]")
@@ -87,6 +93,13 @@ def full_share_pair(
         train=recipe,
         path=path,
     )
+
+
+def _rate(recipe: Recipe, method: Method) -> float:
+    if method == recipe.method:
+        return recipe.learning_rate
+    factor = 1 / _LORA_OVER_FULL if method == "full" else _LORA_OVER_FULL
+    return min(1.0, recipe.learning_rate * factor)
 
 
 def output_of(pair: Pair) -> Path:

@@ -237,6 +237,27 @@ def test_what_the_store_holds_is_not_stored_twice() -> None:
     assert written == objects
 
 
+def test_a_store_that_is_read_only_is_not_asked_again_for_what_it_holds() -> None:
+    is_read_only = False
+
+    class Full(MemoryStore):
+        def _write(self, name: ObjectName, buffer: Tensor) -> None:
+            if is_read_only:
+                raise OSError("no space left")
+            super()._write(name, buffer)
+
+    sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
+    worker = SenderWorker(sender, Full(CHUNK), NAMESPACE, [])
+    for fresh in range(MOST_FAILURES + 1):  # the first chunk is stored, and there each time after
+        prompt = TOKENS[:CHUNK] + [fresh + 3] * CHUNK
+        worker.save([SaveJob("s", tuple(prompt), 0, BLOCKS)])
+        assert worker.flush(10)
+        is_read_only = True
+    assert worker.puts.is_resting()
+    assert worker.counts()["present"] == worker.counts()["failed"] == MOST_FAILURES
+    worker.close()
+
+
 def test_a_store_that_does_not_say_what_it_holds_has_failed() -> None:
     class Deaf(MemoryStore):
         def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:

@@ -7,7 +7,7 @@ import made_profiles
 import pytest
 
 from droidkv.costs import kv_bytes, plan_bytes
-from droidkv.errors import PlanError
+from droidkv.errors import PlanError, ServeError, StorageError
 from droidkv.pair import read_pair
 from droidkv.plan import ReusePlan
 from droidkv.serve.connector_plan import AuditRecord, LoadReport, Span
@@ -69,12 +69,14 @@ def test_nothing_is_recomputed_by_a_receiver_that_reads_the_senders_kv(
         ({"layers": (0, 1)}, "2 layers"),
         ({"repeats": 0}, "repeat"),
         ({"suffix_tokens": 0}, "suffix"),
+        ({"store": "rediss3://here"}, "kind of store"),
+        ({"store": "fs://"}, "folder"),
     ],
 )
 def test_what_cannot_be_timed_is_said_before(
     changes: dict[str, object], named: str, tmp_path: Path
 ) -> None:
     settings = TtftSettings(**{"folder": tmp_path / "bench", "layers": (0, 2), **changes})  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=named):
+    with pytest.raises((PlanError, ServeError, StorageError), match=named):
         bench_ttft(read_pair("tiny"), settings)
     assert not (tmp_path / "bench").exists()

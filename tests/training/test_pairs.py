@@ -69,6 +69,23 @@ def test_a_full_share_pair_is_derived_and_trained(tmp_path: Path, mode: str, met
         full_share_pair(pair, "icarus")
 
 
+@pytest.mark.parametrize(
+    ("trained", "wanted", "rate"),
+    [
+        ("lora", "lora", 0.01),
+        ("lora", "full", 0.001),
+        ("full", "lora", 0.1),
+        ("full", "full", 0.01),
+    ],
+)
+def test_all_parameters_take_a_tenth_of_a_loras_learning_rate(
+    tmp_path: Path, trained: str, wanted: str, rate: float
+) -> None:
+    plain = plain_pair(tmp_path, extra=f'method = "{trained}"')
+    recipe = full_share_pair(plain, "prefillshare", wanted).train  # type: ignore[arg-type]
+    assert recipe is not None and recipe.learning_rate == pytest.approx(rate)
+
+
 def test_an_adapter_is_applied_only_as_it_was_trained(tmp_path: Path) -> None:
     pair = full_share_pair(plain_pair(tmp_path), "icarus")
     train_pair(pair)
