@@ -92,9 +92,11 @@ def memory(
     """
     from droidkv.pair import read_pair
     from droidkv.serve.memory_bench import MemorySettings, bench_memory
+    from droidkv.serve.preflight import require_engine
 
     if prefix_tokens % block_tokens:
         raise click.UsageError("--prefix-tokens must be a multiple of --block-tokens")
+    require_engine(needs_store=False)
     output.mkdir(parents=True, exist_ok=True)
     settings = MemorySettings(
         folder=output,

@@ -89,8 +89,10 @@ def ttft(
     """
     if source is None:
         from droidkv.pair import read_pair
+        from droidkv.serve.preflight import require_engine
         from droidkv.serve.ttft_bench import TtftSettings, bench_ttft
 
+        require_engine()
         settings = TtftSettings(
             folder=output,
             dtype=dtype,

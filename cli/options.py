@@ -25,15 +25,27 @@ if TYPE_CHECKING:
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
-class ProfilePath(click.Path):
-    """Where a profile is to be written: commands know profiles' files by `.json`."""
+class OutputPath(click.Path):
+    """A file to be written at the end of a command: what cannot be written is refused at once."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Refuse a path that no other command would take for a profile."""
+        """Refuse a path in a folder that is none, or that is not to be written."""
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        there = next(parent for parent in path.absolute().parents if parent.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            self.fail(f"expected a folder to write {path.name!r} in, got {there}", param, ctx)
+        return path
+
+
+class ProfilePath(OutputPath):
+    """Where a profile is to be written: commands know profiles' files by `.json`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Refuse a path that no other command would take for a profile."""
+        path = super().convert(value, param, ctx)
         if path.suffix != ".json":
             self.fail(f"expected a file that ends in .json, got {str(path)!r}", param, ctx)
         return path
@@ -41,7 +53,7 @@ class ProfilePath(click.Path):
 
 pair_argument = click.argument("pair_name", metavar="PAIR")
 profile_argument = click.argument("profile_name", metavar="PROFILE")
-output_file = click.Path(dir_okay=False, path_type=Path)
+output_file = OutputPath()
 profile_file = ProfilePath()
 output_folder = click.Path(file_okay=False, path_type=Path)
 

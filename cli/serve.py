@@ -9,7 +9,7 @@ import click
 
 from .console import Console
 from .framework import Group
-from .options import combined, pair_argument
+from .options import combined
 from .passed import PassingCommand, passed_arguments
 from .places import find_profile
 from .serve_demo import demo
@@ -138,7 +138,7 @@ def sender(
     droidkv serve receiver smollm2-records --print --json
     """,
 )
-@pair_argument
+@click.argument("pair_name", metavar="PAIR [-- VLLM FLAGS]")
 @click.option("--profile", "profile_name", help="A profile. Default: the one named as the pair.")
 @click.option("--plan", help="The plan of every request that asks for none. Default: pick one.")
 @click.option(

@@ -68,8 +68,10 @@ def demo(
     """
     from droidkv.pair import read_pair
     from droidkv.serve.demo import DemoSettings, run_demo, shared_document
+    from droidkv.serve.preflight import require_engine
     from droidkv.tasks import get_task
 
+    require_engine()
     pair = read_pair(pair_name)
     chosen = choose_task(pair, task_name, task_pairs)
     options: dict[str, Any] = {"questions_per_context": questions}

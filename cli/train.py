@@ -89,7 +89,7 @@ pair_file_option = click.option(
 
 @train.command(
     examples="""
-    droidkv train prefillshare smollm2-records
+    droidkv train prefillshare my-pair.toml
     droidkv train prefillshare smollm2-records --method full --eval-every 20
     droidkv train prefillshare smollm2-records --pair-file ./my-pairs/mine.toml
     """
@@ -125,8 +125,8 @@ def prefillshare(
 
 @train.command(
     examples="""
-    droidkv train icarus smollm2-records
-    droidkv train icarus smollm2-records-icarus --eval-every 20
+    droidkv train icarus my-pair.toml
+    droidkv train icarus smollm2-records --pair-file ./my-pairs/mine-icarus.toml --eval-every 20
     """
 )
 @pair_argument
@@ -184,10 +184,12 @@ def train_by_recipe(console: Console, pair: Pair, output: Path | None, options: 
         options: What `run_options` gave.
     """
     from droidkv.pair_file import write_pair
+    from droidkv.training.checkpoints import Checkpoints
     from droidkv.training.pairs import load_base, output_of, train_pair
     from droidkv.training.run import TrainSettings
 
     target = output or output_of(pair)
+    Checkpoints(target)  # refuses a folder that is there, before a model is loaded and timed
     is_new = pair.path is not None and not pair.path.exists()
     console.resume_hint = (
         f"checkpoints are kept in {target}.training; the same command goes on from the last one"

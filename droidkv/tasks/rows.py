@@ -48,8 +48,9 @@ def read_table(path: str) -> Table:
     datasets.disable_progress_bars()
     try:
         table: Table = datasets.load_dataset(file_format, data_files=str(file), split="train")
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        reason = error.__cause__ or error
+    # A file without a row ends the library's own iterator, with an exception that says nothing.
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, StopIteration) as error:
+        reason = str(error.__cause__ or error) or "it has no rows"
         raise TaskError(f"Expected a {file_format} file at {path!r}: {reason}") from error
     finally:
         if had_bars:

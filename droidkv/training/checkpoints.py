@@ -34,7 +34,7 @@ class Checkpoints:
         if output.exists():
             raise StorageError(
                 f"expected no folder at {output}, which the trained receiver will be; "
-                "remove it or name another"
+                "remove it, or name another: droidkv pair train PAIR --output FOLDER"
             )
         self.output = output
         self.folder = output.with_name(output.name + ".training")

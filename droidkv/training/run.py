@@ -10,6 +10,7 @@ from droidkv.errors import TaskError
 from droidkv.jsonio import writing_into
 from droidkv.loading import LoadedModel
 from droidkv.recipe import Recipe
+from droidkv.sources import quiet
 from droidkv.tasks import Item, Task
 from droidkv.training.checkpoints import Checkpoints
 from droidkv.training.curve import CURVE_FILE, Curve
@@ -115,7 +116,7 @@ def train_receiver(
         recipe,
         {name: getattr(settings, name) for name in ("chat", "eval_steps", "eval_items")},
     )
-    with trainable(base, recipe) as ready, writing_into(checkpoints.folder):
+    with quiet(), trainable(base, recipe) as ready, writing_into(checkpoints.folder):
         trainer = RowTrainer(
             ready.module,
             row_losses(recipe.mode, ready.receiver, ready.base),

@@ -324,3 +324,10 @@ batch_size = 1"""
     assert "the disk is full" in json.loads(Path("first").read_text())["error"]["message"]
     assert len(Path("kept").read_text().split()) == resumed_from + 1  # the last one is cut short
     assert json.loads(Path("second").read_text())["resumed_from"] == resumed_from
+
+
+@pytest.mark.parametrize("command", ["calibrate --pair tiny", "stitch tiny", "profile tiny"])
+def test_an_output_in_no_folder_is_refused_before_the_work(command: str) -> None:
+    Path("file").write_text("")
+    message = error_of(*command.split(), "-o", "file/deeper/made.json")
+    assert "'made.json'" in message and str(Path("file").absolute()) in message

@@ -266,3 +266,19 @@ def test_a_benchmark_is_shown_and_drawn_from_its_file(tmp_path: Path) -> None:
     assert (tmp_path / "link.png").read_bytes().startswith(b"\x89PNG")
     source.write_text("{}")
     assert "bench ttft --json" in error_of("bench", "ttft", "--from", source)
+
+
+@pytest.mark.parametrize("command", [("bench", "ttft"), ("bench", "memory"), ("serve", "demo")])
+def test_without_vllm_nothing_is_started(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("droidkv.serve.preflight.vllm_version", lambda: None)
+    pair = ("tiny",) if command == ("serve", "demo") else ("--pair", "tiny")
+    folder = tmp_path / "made"
+    assert "make install-serve" in error_of(*command, *pair, "-o", folder)
+    assert not folder.exists()
+
+
+def test_flags_for_vllm_are_in_the_usage() -> None:
+    for role in ("sender", "receiver", "icarus", "prefillshare"):
+        assert "[-- VLLM FLAGS]" in run("serve", role, "--help").stdout

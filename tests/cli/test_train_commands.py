@@ -12,16 +12,16 @@ from droidkv.pair import read_pair
 from droidkv.training.curve import Curve
 
 BASE = "tiny:llama?seed=0&layers=2"
-
-
-def write_plain(folder: Path, recipe: str = "") -> Path:
-    train = f"""task = "records"
-options = {{ num_records = 2 }}
+TRAIN = """task = "records"
+options = { num_records = 2 }
 steps = 2
 learning_rate = 0.01
 batch_size = 2
-{recipe}"""
-    return write_pair(folder / "mine.toml", BASE, BASE, "./adapters/mine", train=train)
+"""
+
+
+def write_plain(folder: Path, recipe: str = "") -> Path:
+    return write_pair(folder / "mine.toml", BASE, BASE, "./adapters/mine", train=TRAIN + recipe)
 
 
 def test_plain_makes_the_adapter_that_the_pair_names(tmp_path: Path) -> None:
@@ -111,3 +111,14 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
     pair = write_plain(tmp_path, 'target_modules = ["k_proj"]')
     assert "k_proj: the decoder reads" in error_of("train", "icarus", pair)
     assert [each.name for each in tmp_path.iterdir()] == ["mine.toml"]
+
+
+def test_a_folder_that_is_there_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path / "mine.toml", "./gone", "./gone", "./there", train=TRAIN)
+    (tmp_path / "there").mkdir()
+    assert "--output" in error_of("train", "plain", pair)
+
+
+def test_quiet_training_of_all_parameters_says_nothing(tmp_path: Path) -> None:
+    pair = write_plain(tmp_path)
+    assert run("train", "prefillshare", pair, "--method", "full", "-q").stderr == ""

@@ -176,6 +176,14 @@ def test_few_prefixes_leave_a_split_empty(write_rows: Write) -> None:
             task.items(split, 1)
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
+def test_an_empty_file_is_an_error_of_the_task(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text("")
+    with pytest.raises(TaskError, match=rf"Expected a \w+ file at '.*{name}': \w"):
+        get_task("local", path=str(path)).items("train", 1)
+
+
 def test_truncated_file_is_an_error_of_the_task(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prefix": "a", "suffix"')
