@@ -29,15 +29,6 @@ _NAMES: dict[Split, tuple[str, ...]] = {
         "Nina Oliver Peter Robert Sarah Thomas Violet Arthur Claire Edgar Judith".split()
     ),
 }
-_TAKEN = frozenset(name for pool in _NAMES.values() for name in pool)
-_FIRST_SYLLABLES = "Al Ber Cor Dan El Fer Gor Hel Is Jor Kal Lor Mar Nor Ol Par Ros Sal Tor Val"
-_LAST_SYLLABLES = "a an bert da en ford ia ina is la lan lia lin man na nald o ra ric ton"
-_MADE_UP_NAMES = tuple(
-    name
-    for first in _FIRST_SYLLABLES.split()
-    for last in _LAST_SYLLABLES.split()
-    if (name := first + last) not in _TAKEN
-)
 _CITIES = tuple(
     "Lisbon Oslo Cairo Lima Paris Tokyo Boston Madrid Dublin Vienna Athens Quebec Nairobi Berlin "
     "Geneva Seoul Delhi Havana Prague Warsaw".split()
@@ -64,8 +55,6 @@ class RecordsTask(Task):
     Attributes:
         num_records: Records per context, 1 to 20. Eight make a prefix of about 130 tokens.
         questions_per_context: Questions asked over one context before the next is made.
-        made_up_names: Draw the names of `train` also from some 400 that are put together of
-            syllables, so that a receiver learns to look names up rather than to know them.
     """
 
     name: ClassVar[str] = "records"
@@ -75,7 +64,6 @@ class RecordsTask(Task):
 
     num_records: int = 8
     questions_per_context: int = 1
-    made_up_names: bool = False
 
     def __post_init__(self) -> None:
         limit = min(len(pool) for pool in (*_NAMES.values(), _CITIES, _JOBS, _PETS))
@@ -100,7 +88,7 @@ class RecordsTask(Task):
         self, split: Split, seed: int, context_index: int, rng: random.Random
     ) -> Iterator[Item]:
         columns = [rng.sample(pool, self.num_records) for pool in (_CITIES, _JOBS, _PETS)]
-        names = rng.sample(self._names(split), self.num_records)
+        names = rng.sample(_NAMES[split], self.num_records)
         records = [
             {"name": name, "city": city, "job": job, "pet": pet}
             for name, city, job, pet in zip(names, *columns, strict=True)
@@ -119,11 +107,6 @@ class RecordsTask(Task):
                 suffix=text.format(name=record["name"]) + " Answer with one word in capitals.",
                 answer=record[field].upper(),
             )
-
-    def _names(self, split: Split) -> tuple[str, ...]:
-        if self.made_up_names and split == "train":
-            return _NAMES["train"] + _MADE_UP_NAMES
-        return _NAMES[split]
 
     def score(self, item: Item, prediction: str) -> float:
         """1 if the answer is the word in capitals (a final full stop is forgiven), else 0."""

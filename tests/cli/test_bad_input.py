@@ -212,7 +212,7 @@ def test_a_disk_that_refuses_keeps_the_old_file(smooth: Path) -> None:
         (("profile", "tiny", "--device", "gpu"), "'gpu'"),
         (("profile", "tiny", "-o", "out"), "ends in .json, got 'out'"),
         (("profile", "tiny", "--task-option", "num_records=two"), "a whole number, got 'two'"),
-        (("profile", "tiny", "--task-option", "name=x"), "Known: made_up_names, num_records"),
+        (("profile", "tiny", "--task-option", "name=x"), "Known: num_records, questions"),
         (("verify", "tiny", "--device", "cuda:99"), "'cuda:99'"),
         (("profile", "tiny", "--dtype", "float99"), "Did you mean 'float32'?"),
         (("profile", "tiny", "--ridge", -1), "ridge > 0, got -1"),
