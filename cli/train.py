@@ -192,7 +192,7 @@ def train_by_recipe(console: Console, pair: Pair, output: Path | None, options: 
     Checkpoints(target)  # refuses a folder that is there, before a model is loaded and timed
     is_new = pair.path is not None and not pair.path.exists()
     console.resume_hint = (
-        f"checkpoints are kept in {target}.training; the same command goes on from the last one"
+        f"checkpoints go to {target}.training; the same command goes on from the last one"
     )
     base = load_base(pair, options.pop("device"))
     settings = TrainSettings(chat=pair.chat, command=command_line(), **options)

@@ -188,7 +188,12 @@ class Job:
                 f"{self.task.name!r} has only {len(items)}, all in that profile"
             )
         if len(fresh) < self.settings.num_items:
-            _LOG.info("the task has %d such items, not %d", len(fresh), self.settings.num_items)
+            _LOG.info(
+                "the task has %d fresh items to evaluate on, not %d; its others are for training "
+                "and calibration",
+                len(fresh),
+                self.settings.num_items,
+            )
         return fresh[: self.settings.num_items]
 
     def key(self) -> dict[str, Any]:

@@ -157,7 +157,9 @@ def test_a_table_with_fewer_items_than_asked_for_says_how_many_it_has() -> None:
     table = ("--task", "local", "--task-option", "path=rows.jsonl", "--operator", "copy")
     told = run("profile", "tiny", *table, "--items", 99, "--granularity", 4, "-o", "a.json").stderr
     measured = read_profile("a.json").num_items
-    assert 0 < measured < 20 and f"the task has {measured} such items, not 99" in told
+    assert (
+        0 < measured < 20 and f"the task has {measured} fresh items to evaluate on, not 99" in told
+    )
 
 
 def test_a_damaged_calibration(smooth: Path) -> None:
