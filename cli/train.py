@@ -153,7 +153,15 @@ def _full_share(pair_name: str, mode: Mode, method: Method | None, pair_file: Pa
     pair = read_pair(pair_name)
     recipe = recipe_of(pair)
     if recipe.mode == "plain":
-        return full_share_pair(pair, mode, method or "lora", pair_file)
+        derived = full_share_pair(pair, mode, method or "lora", pair_file)
+        assert derived.path is not None
+        if derived.path.exists() and read_pair(derived.path).train != derived.train:
+            raise click.UsageError(
+                f"expected no file at {derived.path}, or one with the recipe that comes of "
+                f"{pair.path}, but it has another; train by it with `droidkv pair train`, or name "
+                "another --pair-file"
+            )
+        return derived
     if pair_file is not None or method not in (None, recipe.method):
         raise click.UsageError(
             f"{pair.path} says itself what is made: --pair-file and --method go with the pair of "

@@ -76,6 +76,17 @@ def test_a_pair_that_was_made_is_trained_again_by_its_own_file(tmp_path: Path) -
     assert (adapter / "adapter_model.safetensors").read_bytes() == before
 
 
+def test_a_pair_file_with_another_recipe_is_not_trained_past(tmp_path: Path) -> None:
+    pair = write_plain(tmp_path)
+    made = Path(run_json("train", "prefillshare", pair)["pair_file"])
+    Path(read_pair(made).receiver.adapter or "").rename(tmp_path / "away")
+    run_json("train", "prefillshare", pair)  # the same recipe comes of it
+    Path(read_pair(made).receiver.adapter or "").rename(tmp_path / "away-too")
+    made.write_text(made.read_text().replace("steps = 2", "steps = 3"))
+    assert "droidkv pair train" in error_of("train", "prefillshare", pair)
+    assert run_json("pair", "train", made)["steps"] == 3
+
+
 @pytest.mark.parametrize("mode", ["plain", "prefillshare", "icarus"])
 def test_pair_train_goes_by_the_recipe_whatever_its_mode(tmp_path: Path, mode: str) -> None:
     pair = write_plain(tmp_path)
