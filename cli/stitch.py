@@ -76,6 +76,7 @@ def stitch(
     target = output or Path(f"{output_stem(pair, task_ref)}.stitch.safetensors")
 
     from droidkv.encode import encode_shared
+    from droidkv.estimate import prefill_seconds
     from droidkv.loading import load_pair
     from droidkv.stitch import fit_stitch
     from droidkv.tasks import get_task
@@ -90,6 +91,10 @@ def stitch(
             for item in group
         ]
         for group in (items, unseen)
+    )
+    prefills = 2 * (len(prefixes) + len(unseen_prefixes))
+    console.estimate("prefilling", "the fit itself comes on top")(
+        prefills * prefill_seconds(receiver.model, prefixes[0])
     )
     done = iter(range(1, len(prefixes) + 1))
     fitted = fit_stitch(
