@@ -178,5 +178,5 @@ def test_bad_input_is_refused_before_training(base: LoadedModel, tmp_path: Path)
         train_receiver(base, OneItem("yes"), RECIPE, target, TrainSettings(max_tokens=20))
     assert not list(tmp_path.iterdir())
     target.mkdir()
-    with pytest.raises(StorageError, match="remove it or name another"):
+    with pytest.raises(StorageError, match="remove it, or name another"):
         train_receiver(base, task, RECIPE, target)
