@@ -12,7 +12,9 @@ def test_tensor_operations_of_a_background_thread_keep_to_one_core() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     if torch.get_num_threads() != 3:
-        pytest.skip("an engine of vLLM ran in this process, which then keeps its threads as they are")
+        pytest.skip(
+            "an engine of vLLM ran in this process, which then keeps its threads as they are"
+        )
     try:
         with background_pool(2, "test") as pool:
             assert pool.submit(torch.get_num_threads).result() == 1
