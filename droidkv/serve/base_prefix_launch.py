@@ -14,7 +14,7 @@ from droidkv.pair import ModelRef, Pair
 from droidkv.serve.base_prefix import BasePrefixSettings
 from droidkv.serve.beside_base import adapters_of, preflight_adapters
 from droidkv.serve.launch import SHARED_FLAGS, Launch, connector_config, server_command
-from droidkv.serve.preflight import block_size
+from droidkv.serve.preflight import NO_BLOCK_SIZE, block_size
 from droidkv.serve.refusals import MIDDLEWARE
 
 CONNECTOR_MODULE = "droidkv.serve.vllm_base_prefix"
@@ -106,7 +106,7 @@ def _check_blocks(own_tokens: int | None, passed: Sequence[str]) -> Check:
     """Only whole blocks are shared; what is left of a prefix, an adapter computes itself."""
     block_tokens = block_size(passed)
     if block_tokens is None:
-        return Check("blocks", "fail", "--block-size is no number", "give a number of tokens")
+        return NO_BLOCK_SIZE
     found = f"of {block_tokens} tokens"
     if own_tokens is not None and own_tokens < block_tokens:
         advice = f"an adapter may have to compute one block: --own-tokens {block_tokens} or more"

@@ -37,6 +37,7 @@ _CONNECT_SECONDS = 2.0
 _LITTLE_ROOM = 1 << 30
 _FINE_CHUNK_TOKENS = 16
 _CPU_BLOCK_TOKENS, _GPU_BLOCK_TOKENS = 128, 16  # vLLM's defaults
+NO_BLOCK_SIZE = Check("blocks", "fail", "--block-size is no number", "give a number of tokens")
 _REFUSED_VALUES = {
     "tensor_parallel_size": ("--tensor-parallel-size", "-tp"),
     "pipeline_parallel_size": ("--pipeline-parallel-size", "-pp"),
@@ -162,7 +163,7 @@ def check_blocks(chunk_tokens: int, passed: Sequence[str]) -> Check:
     """Chunks of whole blocks leave no block half mixed; other sizes work, and reuse less."""
     block_tokens = block_size(passed)
     if block_tokens is None:
-        return Check("blocks", "fail", "--block-size is no number", "give a number of tokens")
+        return NO_BLOCK_SIZE
     found = f"{chunk_tokens} tokens per chunk, blocks of {block_tokens}"
     if chunk_tokens % block_tokens and block_tokens % chunk_tokens:
         advice = "let one be a multiple of the other: --chunk-tokens, or --block-size after '--'"

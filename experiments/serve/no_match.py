@@ -33,7 +33,7 @@ from droidkv.serve.settings import ServeSettings
 from droidkv.serve.ttft_engines import EngineProcess, whole_config
 
 COMPARED = {"connector": ("receiver", "plain"), "none": ("again", "plain")}
-FIRST_TOKEN_ID, SUFFIX_TOKENS, CHUNK_TOKENS = 3, 32, 256
+FIRST_TOKEN_ID, SUFFIX_TOKENS = 3, 32
 
 
 def restart(arguments: argparse.Namespace, index: int, folder: Path) -> dict[str, list[float]]:
@@ -46,7 +46,6 @@ def restart(arguments: argparse.Namespace, index: int, folder: Path) -> dict[str
     settings = ServeSettings(
         role="receiver",
         store=f"fs://{folder}/store",
-        chunk_tokens=CHUNK_TOKENS,
         sender=models["sender"],
         allow_unprofiled=True,
         audit=str(folder / "audit.jsonl"),
