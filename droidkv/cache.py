@@ -17,6 +17,7 @@ from droidkv.jsonio import replacing
 
 FORMAT_VERSION = 1
 PADDING = -1
+_ROOM_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ class KVCache:
     """Keys (after RoPE) and values per layer; grows as decoder layers append to it.
 
     Decoder layers know it as their `past_key_values`: they call `update` and attend to what it
-    returns. Appending makes new tensors, so those it was built from are never written to.
+    returns. What it was built from or has returned is never written to: it appends to memory of its
+    own, behind all that anyone has seen.
 
     Args:
         keys: Per layer `[batch, num_kv_heads, seq_len, head_dim]`, or None for an empty layer.
@@ -93,6 +95,7 @@ class KVCache:
     def __init__(self, keys: list[Tensor | None], values: list[Tensor | None]) -> None:
         self.keys = keys
         self.values = values
+        self._growing: dict[int, tuple[_Growing, _Growing]] = {}
 
     @classmethod
     def empty(cls, num_layers: int) -> KVCache:
@@ -114,10 +117,36 @@ class KVCache:
         """Append along seq_len and return all of the layer."""
         held_keys, held_values = self.keys[layer_idx], self.values[layer_idx]
         if held_keys is not None and held_values is not None:
-            keys = torch.cat([held_keys, keys], dim=2)
-            values = torch.cat([held_values, values], dim=2)
+            growing = self._growing.setdefault(layer_idx, (_Growing(), _Growing()))
+            keys = growing[0].append(held_keys, keys)
+            values = growing[1].append(held_values, values)
         self.keys[layer_idx], self.values[layer_idx] = keys, values
         return keys, values
+
+
+class _Growing:
+    """A tensor `[batch, num_kv_heads, seq_len, head_dim]` with room behind it along seq_len.
+
+    Without room, each generated token would copy all tokens before it.
+    """
+
+    def __init__(self) -> None:
+        self._whole = self._used = torch.empty(0)
+
+    def append(self, held: Tensor, new: Tensor) -> Tensor:
+        """`held` and `new` in one; `held` stays as it is."""
+        if held.requires_grad or new.requires_grad:  # a backward pass needs what it has seen
+            return torch.cat([held, new], dim=2)
+        assert held.shape[:2] == new.shape[:2], (held.shape, new.shape)
+        start, stop = held.shape[2], held.shape[2] + new.shape[2]
+        # What is held may have been replaced since.
+        if held is not self._used or stop > self._whole.shape[2] or self._whole.is_inference():
+            shape = (*held.shape[:2], stop + _ROOM_TOKENS, held.shape[3])
+            self._whole = torch.empty(shape, dtype=held.dtype, device=held.device)
+            self._whole[:, :, :start] = held
+        self._whole[:, :, start:stop] = new
+        self._used = self._whole[:, :, :stop]
+        return self._used
 
 
 class PrefixView:

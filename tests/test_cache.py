@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import tiny_model
+from torch import Tensor
 
 from droidkv.cache import CapturedCache, KVCache
 from droidkv.capture import capture
@@ -57,6 +60,62 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         broken.save(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def ones(num_tokens: int, value: float = 1.0) -> Tensor:
+    return torch.full((1, 1, num_tokens, 4), value)
+
+
+@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6), fork_at=st.integers(0, 5))
+def test_growing_is_concatenation_and_changes_nothing_seen_before(
+    lengths: list[int], fork_at: int
+) -> None:
+    caches = {"first": KVCache.empty(1)}
+    wanted: dict[str, list[Tensor]] = {"first": []}
+    seen: list[tuple[Tensor, Tensor]] = []
+    for step, num_tokens in enumerate(lengths):
+        if step == fork_at:
+            caches["fork"] = caches["first"].fork()
+            wanted["fork"] = list(wanted["first"])
+        for name, cache in caches.items():
+            new = torch.rand(1, 1, num_tokens, 4)
+            wanted[name].append(new)
+            keys, values = cache.update(new, -new, 0)
+            assert torch.equal(keys, torch.cat(wanted[name], dim=2))
+            assert torch.equal(values, -keys)
+            seen.append((keys, keys.clone()))
+    assert all(torch.equal(tensor, before) for tensor, before in seen)
+
+
+def test_a_cache_whose_tensors_were_replaced_grows_from_the_new_ones() -> None:
+    cache = KVCache.empty(1)
+    for _ in range(3):
+        cache.update(ones(2), ones(2), 0)
+    cache.keys[0], cache.values[0] = ones(1, 5.0), ones(1, 6.0)
+    keys, values = cache.update(ones(1), ones(1), 0)
+    assert keys[0, 0, :, 0].tolist() == [5.0, 1.0]
+    assert values[0, 0, :, 0].tolist() == [6.0, 1.0]
+
+
+def test_a_cache_grows_in_inference_mode_and_out_of_it() -> None:
+    cache = KVCache.empty(1)
+    with torch.inference_mode():
+        cache.update(ones(1), ones(1), 0)
+        cache.update(ones(1, 2.0), ones(1, 2.0), 0)
+    cache.update(ones(1, 3.0), ones(1, 3.0), 0)
+    with torch.inference_mode():
+        keys, _ = cache.update(ones(1, 4.0), ones(1, 4.0), 0)
+    assert keys[0, 0, :, 0].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_gradients_reach_what_was_appended() -> None:
+    cache = KVCache.empty(1)
+    first, second = ones(1).requires_grad_(), ones(1).requires_grad_()
+    cache.update(first, ones(1), 0)
+    keys, _ = cache.update(second, ones(1), 0)
+    cache.update(ones(1), ones(1), 0)
+    keys.sum().backward()
+    assert first.grad is not None and second.grad is not None
 
 
 def test_a_fork_grows_by_itself() -> None:
