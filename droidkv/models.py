@@ -215,12 +215,14 @@ class TwoStreamModel(DecoderModel):
         self._width = int(self.config.hidden_size)
         # Of the rows in a layer, which go through which adapter; the encoder's through none.
         self._routes: list[tuple[str, slice]] = []
-        self._updates = {layer: self._low_rank(layer) for layer in layers.values()}
-        for layer in layers.values():
-            layer.enable_adapters(False)
-            layer.register_forward_hook(self._add_updates)
-        AttentionInterface.register(_SHARED_READ, _shared_read)
-        model.set_attn_implementation(_SHARED_READ)
+        self._updates: dict[nn.Module, dict[str, tuple[Tensor, Tensor]]] = {}
+        for name, layer in layers.items():
+            # PEFT's own layer would only stand between: the encoder's rows have no adapter.
+            linear = layer.get_base_layer()
+            model.set_submodule(name, linear)
+            self._updates[linear] = self._low_rank(layer)
+            linear.register_forward_hook(self._add_updates)
+        read_kv_in_place(model)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Both streams' hidden state entering layer 0, `[batch, seq_len, 2 * hidden_size]`."""
@@ -275,6 +277,15 @@ class TwoStreamModel(DecoderModel):
             down, up = self._updates[layer][name]
             entering = args[0][rows].flatten(0, -2)
             output[rows].view(-1, output.shape[-1]).addmm_(entering @ down, up)
+
+
+def read_kv_in_place(model: Any) -> None:
+    """From here on a Hugging Face model's attention reads KV where they lie.
+
+    transformers' own copies them for each query head wherever there is a mask.
+    """
+    AttentionInterface.register(_SHARED_READ, _shared_read)
+    model.set_attn_implementation(_SHARED_READ)
 
 
 def _is_variant(layer: Any) -> bool:

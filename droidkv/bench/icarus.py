@@ -14,7 +14,7 @@ from torch import Tensor
 from droidkv.bench.timing import Elapsed, median, random_tokens, rounded, surroundings, timed
 from droidkv.cache import TokenAxis
 from droidkv.errors import PlanError
-from droidkv.models import DecoderModel, TwoStreamModel
+from droidkv.models import DecoderModel, TwoStreamModel, read_kv_in_place
 from droidkv.prefill import Context, forward, full_prefill, read_only
 from droidkv.recipe import default_targets
 from droidkv.run_folder import Progress, no_progress
@@ -87,12 +87,12 @@ class Models:
     """The base with adapters beside it, and one decoder with its adapter merged in."""
 
     def __init__(self, base: DecoderModel, num_adapters: int, seed: int) -> None:
-        self.base = base
         self.names = [f"decoder{index}" for index in range(num_adapters)]
         merged = _adapted(copy.deepcopy(base.model), self.names[:1], seed).merge_and_unload()
         beside = _adapted(_sharing(base.model), self.names[:1], seed).get_base_model()
         fused = _adapted(_sharing(base.model), self.names, seed).get_base_model()
-        self.merged, self.beside = DecoderModel(merged.eval()), DecoderModel(beside.eval())
+        self.base = _like_fused(_sharing(base.model))
+        self.merged, self.beside = _like_fused(merged), _like_fused(beside)
         self.fused = TwoStreamModel(fused.eval())
 
     def ways(self, prefix: Tensor, num_rows: int, num_decoders: int) -> dict[str, Step]:
@@ -166,6 +166,13 @@ def _plain_step(model: DecoderModel, context: Context, num_rows: int) -> Step:
 def _in_turn(steps: Iterable[Step]) -> Step:
     listed = list(steps)
     return lambda token: torch.cat([step(token) for step in listed])
+
+
+def _like_fused(model: Any) -> DecoderModel:
+    """With the attention that a fused step has, so that only the ways differ."""
+    decoder = DecoderModel(model.eval())
+    read_kv_in_place(model)
+    return decoder
 
 
 def _sharing(model: Any) -> Any:
