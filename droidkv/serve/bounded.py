@@ -24,11 +24,15 @@ class BoundedCalls:
         num_threads: Most threads that are started. A call that never returns keeps its thread;
             when all are kept, every further call ends at its deadline.
         name: Of the threads.
+        begin: What each does first.
     """
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    def __init__(
+        self, num_threads: int, name: str, begin: Callable[[], object] = lambda: None
+    ) -> None:
         self._num_threads = num_threads
         self._name = name
+        self._begin = begin
         self._jobs: queue.SimpleQueue[tuple[Future[object], Callable[[], object]] | None]
         self._jobs = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -81,6 +85,7 @@ class BoundedCalls:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
+        self._begin()
         while (job := self._jobs.get()) is not None:
             future, function = job
             if future.set_running_or_notify_cancel():

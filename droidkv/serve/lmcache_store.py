@@ -26,6 +26,7 @@ from droidkv.serve.bounded import BoundedCalls
 from droidkv.serve.lmcache_settings import SOCKET_SECONDS, LMCacheSettings
 from droidkv.serve.objects import MissReason, ObjectKind, ObjectName, StoreMiss
 from droidkv.serve.store import Store, deadline_in
+from droidkv.serve.threads import keep_to_one_core
 
 _GIB = 1024**3
 # Layer ids of E objects in LMCache's keys start here, past every model's layers.
@@ -63,7 +64,7 @@ class LMCacheStore(Store):
         os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
         self._utils = require_extra("lmcache.utils", "store")
         self._format = require_extra("lmcache.v1.memory_management", "store").MemoryFormat.HS_TD
-        self._calls = BoundedCalls(_NUM_THREADS, "droidkv-store")
+        self._calls = BoundedCalls(_NUM_THREADS, "droidkv-store", keep_to_one_core)
         try:
             self._manager = self._calls.call(
                 partial(_start_manager, settings), deadline_in(_START_SECONDS)

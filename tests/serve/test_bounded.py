@@ -41,6 +41,16 @@ def test_a_call_that_does_not_return_ends_at_its_deadline() -> None:
     calls.stop(deadline_in(10))
 
 
+def test_each_thread_begins_once_before_its_calls() -> None:
+    began: list[str] = []
+    calls = BoundedCalls(2, "test", lambda: began.append(threading.current_thread().name))
+    for _ in range(3):
+        name = calls.call(lambda: threading.current_thread().name, deadline_in(10))
+        assert name in began
+    assert len(began) == len(set(began)) <= 2
+    calls.stop(deadline_in(10))
+
+
 def test_what_comes_too_late_is_given_to_whoever_gives_it_back() -> None:
     calls, release = BoundedCalls(1, "test"), threading.Event()
     late: list[str] = []

@@ -201,6 +201,14 @@ def test_the_process_is_left_as_it_was() -> None:
     assert not loop_thread.is_alive()
 
 
+def test_its_threads_start_no_team_beside_the_models() -> None:
+    store = LMCacheStore(SETTINGS)
+    try:
+        assert store._calls.call(torch.get_num_threads, deadline_in(10)) == 1
+    finally:
+        store.close()
+
+
 def test_a_closed_store_misses() -> None:
     store = open_lmcache(f"local://?cpu_gib={8 * MIB}", CHUNK_TOKENS)
     store.put_hidden(KEYS[0], 0, random_hidden())
