@@ -121,7 +121,7 @@ def ttft(
 
         link = result["link"]
         title = f"{result['pair']}, {link['plan']}, {link['prefix_tokens']} prefix tokens"
-        plot_link(link["rows"], link["compute_seconds"], plot, title)
+        plot_link(link["rows"], plot, title)
     console.result(result, _lines(result))
 
 
@@ -156,6 +156,7 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
         (
             row["order"],
             f"{row['load_seconds']:.3f} s",
+            f"{row['compute_seconds']:.3f} s",
             f"{row['seconds']:.3f} s",
             f"{row['predicted_seconds']:.3f} s",
             f"{row['over_bound']:.2f}",
@@ -163,7 +164,7 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
         for row in link["rows"]
     ]
     yield from table(
-        ("order", "load", "first token", "predicted", "over max(load, compute)"), links
+        ("order", "load", "compute", "first token", "predicted", "over max(load, compute)"), links
     )
     yield (
         f"prediction: {link['prediction_median_percent']:.1f} % median error, "

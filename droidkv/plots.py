@@ -301,7 +301,6 @@ def plot_sharing(
 
 def plot_link(
     rows: Sequence[Mapping[str, Any]],
-    compute_seconds: float,
     path: str | os.PathLike[str],
     title: str = "",
 ) -> Figure:
@@ -309,7 +308,6 @@ def plot_link(
 
     Args:
         rows: `rows` of the `link` table of `droidkv bench ttft`.
-        compute_seconds: Time without the link.
         path: The PNG file to write.
         title: Title of the figure.
 
@@ -332,9 +330,15 @@ def plot_link(
         axes.plot(loads, measured, color=colour, marker="o", linestyle="none", label=order)
         predicted = [row["predicted_seconds"] for row in own]
         axes.plot(loads, predicted, color=colour, linewidth=1, label=f"{order}, predicted")
-    loads = sorted({row["load_seconds"] for row in rows})
-    bound = [max(load, compute_seconds) for load in loads]
-    axes.plot(loads, bound, color=GREY, linestyle="--", label="max(load, compute)")
+    bounds = {r["load_seconds"]: max(r["load_seconds"], r["compute_seconds"]) for r in rows}
+    loads = sorted(bounds)
+    axes.plot(
+        loads,
+        [bounds[load] for load in loads],
+        color=GREY,
+        linestyle="--",
+        label="max(load, compute)",
+    )
     axes.set_xscale("log")
     _label(axes, "load time over the link, s", "time to the first token, s", title)
     return _write(figure, path)

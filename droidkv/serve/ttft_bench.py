@@ -38,8 +38,8 @@ from droidkv.serve.ttft_engines import EngineProcess, timed_engines
 
 LENGTHS = (512, 1024, 2048, 4096)
 LINK_TOKENS = 1024
-# Load time over compute time; the middle one is where overlapping saves most.
-LINK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+# Load time over compute time; where both are alike, overlapping saves most.
+LINK_FACTORS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
 # Of 30 layers: none, 5, 10, 15.
 SHARES = (0.0, 1 / 6, 1 / 3, 1 / 2)
 _PAIRS_PER_REPEAT = 4
@@ -228,7 +228,11 @@ class _Bench:
         }
 
     def link(self, num_tokens: int, plans: Sequence[ReusePlan]) -> dict[str, Any]:
-        """One plan over links of several bandwidths, loaded in each order."""
+        """One plan over links of several bandwidths, loaded in each order.
+
+        Runs without a limit take turns with those of each bandwidth: they are what its time is
+        compared with, since a machine's speed moves within minutes.
+        """
         settings, shape = self._settings, self._shape
         plan = min(
             (each for each in plans if each.num_recomputed > 1),
@@ -236,31 +240,35 @@ class _Bench:
         )
         prefix, suffix = self._tokens(num_tokens), self._tokens(settings.suffix_tokens)
         self._store(prefix)
-        ask = {"plan": str(plan), "order": "streamed"}
-        free = [self._reuse(prefix + suffix, num_tokens, ask) for _ in range(settings.repeats + 1)][
-            1:
-        ]
-        compute = median(seconds for seconds, _ in free)
-        calibration = calibration_of_runs(
-            shape, plan, num_tokens, settings.suffix_tokens, free, "", settings.dtype
-        )
+
+        def run(order: str, bandwidth: float | None = None) -> tuple[float, AuditRecord]:
+            asked = {"plan": str(plan), "order": order}
+            return self._reuse(prefix + suffix, num_tokens, asked, bandwidth)
+
+        free = [run("streamed") for _ in range(settings.repeats + 1)][1:]
         num_bytes = plan_bytes(shape, plan, num_tokens)
-        rows: list[dict[str, Any]] = []
+        sweep, all_free = [], [*free]
         for factor in settings.link_factors:
-            bandwidth = num_bytes / (factor * compute)
-            taken: dict[str, list[float]] = {order: [] for order in LOAD_ORDERS}
-            waits: dict[str, list[float]] = {order: [] for order in LOAD_ORDERS}
+            # Of what was measured last, so that load over compute comes out near the factor.
+            bandwidth = num_bytes / (factor * _median_seconds(free))
+            free, runs = [], {order: [] for order in LOAD_ORDERS}  # type: ignore[var-annotated]
             for repeat in range(settings.repeats):
+                free.append(run("streamed"))
                 for order in LOAD_ORDERS:
-                    asked = {"plan": str(plan), "order": order}
-                    seconds, record = self._reuse(prefix + suffix, num_tokens, asked, bandwidth)
-                    taken[order].append(seconds)
-                    waits[order].append(record.report.wait_seconds)
+                    runs[order].append(run(order, bandwidth))
                 self._step(f"link x{factor:g}", repeat)
-            load, first = num_bytes / bandwidth, transition_bytes(shape, plan, num_tokens)
+            sweep.append((bandwidth, _median_seconds(free), runs))
+            all_free += free
+        calibration = calibration_of_runs(
+            shape, plan, num_tokens, settings.suffix_tokens, all_free, "", settings.dtype
+        )
+        rows: list[dict[str, Any]] = []
+        for bandwidth, compute, runs in sweep:
+            load = num_bytes / bandwidth
             bound = max(load, compute)
+            first_e = transition_bytes(shape, plan, num_tokens) / bandwidth
             for order in LOAD_ORDERS:
-                seconds = median(taken[order])
+                seconds = _median_seconds(runs[order])
                 predicted = predicted_seconds(
                     shape,
                     plan,
@@ -270,19 +278,21 @@ class _Bench:
                     bandwidth,
                     order,
                 )
+                waits = median(record.report.wait_seconds for _, record in runs[order])
                 rows.append(
                     {
                         "order": order,
-                        "load_over_compute": factor,
                         "bytes_per_second": round(bandwidth),
                         "load_seconds": rounded(load),
-                        "first_e_seconds": rounded(first / bandwidth),
+                        "compute_seconds": rounded(compute),
+                        "load_over_compute": rounded(load / compute),
+                        "first_e_seconds": rounded(first_e),
                         "seconds": rounded(seconds),
-                        "seconds_all": [rounded(each) for each in taken[order]],
-                        "wait_seconds": rounded(median(waits[order])),
+                        "seconds_all": [rounded(each) for each, _ in runs[order]],
+                        "wait_seconds": rounded(waits),
                         "predicted_seconds": rounded(predicted),
                         "over_bound": rounded(seconds / bound),
-                        "over_bound_and_first_e": rounded(seconds / (bound + first / bandwidth)),
+                        "over_bound_and_first_e": rounded(seconds / (bound + first_e)),
                     }
                 )
         error = prediction_error(
@@ -292,17 +302,18 @@ class _Bench:
             "prefix_tokens": num_tokens,
             "plan": str(plan),
             "num_bytes": num_bytes,
-            "compute_seconds": rounded(compute),
+            "compute_seconds": rounded(_median_seconds(all_free)),
             "rows": rows,
             "all_first_over_streamed": [
                 {
-                    "load_over_compute": factor,
-                    "ratio": rounded(
-                        _seconds_of(rows, factor, "all_first")
-                        / _seconds_of(rows, factor, "streamed")
-                    ),
+                    "load_over_compute": streamed["load_over_compute"],
+                    "ratio": rounded(all_first["seconds"] / streamed["seconds"]),
                 }
-                for factor in settings.link_factors
+                for all_first, streamed in zip(
+                    (row for row in rows if row["order"] == "all_first"),
+                    (row for row in rows if row["order"] == "streamed"),
+                    strict=True,
+                )
             ],
             "prediction_median_percent": round(error.median_percent, 2),
             "prediction_max_percent": round(error.max_percent, 2),
@@ -413,9 +424,5 @@ def _overhead(with_it: Sequence[float], without: Sequence[float]) -> dict[str, A
     }
 
 
-def _seconds_of(rows: Sequence[Mapping[str, Any]], factor: float, order: str) -> float:
-    for row in rows:
-        if row["load_over_compute"] == factor and row["order"] == order:
-            seconds: float = row["seconds"]
-            return seconds
-    raise KeyError((factor, order))
+def _median_seconds(runs: Sequence[tuple[float, AuditRecord]]) -> float:
+    return median(seconds for seconds, _ in runs)

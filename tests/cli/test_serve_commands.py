@@ -226,7 +226,13 @@ def test_stats_count_and_trace(audit: Path, tmp_path: Path) -> None:
 
 def test_a_benchmark_is_shown_and_drawn_from_its_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    row = {"load_seconds": 1.0, "seconds": 1.2, "predicted_seconds": 1.1, "over_bound": 1.2}
+    row = {
+        "load_seconds": 1.0,
+        "compute_seconds": 0.9,
+        "seconds": 1.2,
+        "predicted_seconds": 1.1,
+        "over_bound": 1.2,
+    }
     overhead = {
         "overhead_percent": 1.0,
         "overhead_percent_low": -0.5,
