@@ -251,9 +251,7 @@ def _plot(console: Console, folder: Path, pair: Pair) -> str | None:
 
 def _train_seconds(base: LoadedModel, pair: Pair, settings: TrainSettings) -> float:
     """About how long training takes: a step costs three times the forward pass of its tokens."""
-    import time
-
-    from droidkv.capture import capture
+    from droidkv.estimate import prefill_seconds
     from droidkv.tasks import get_task
     from droidkv.training.pairs import recipe_of
     from droidkv.training.rows import training_batches
@@ -264,10 +262,8 @@ def _train_seconds(base: LoadedModel, pair: Pair, settings: TrainSettings) -> fl
     (rows,) = training_batches(
         items, 1, recipe.batch_size, base.tokenizer, settings.chat, settings.max_tokens
     )
-    capture(base.model, rows[0].input_ids)  # the first pass also warms up
-    started = time.perf_counter()
-    capture(base.model, rows[0].input_ids)
-    seconds_per_token = (time.perf_counter() - started) / rows[0].input_ids.shape[1]
+    (ids,) = rows[0].input_ids
+    seconds_per_token = prefill_seconds(base.model, ids) / len(ids)
     # The base's pass over what it writes comes on top; what it reads for the receiver falls away.
     # ICaRus's decoder runs over answers only.
     work = {"plain": 3.0, "prefillshare": 3.0, "icarus": 1.5}[recipe.mode]
