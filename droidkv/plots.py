@@ -340,6 +340,8 @@ def plot_link(
         label="max(load, compute)",
     )
     axes.set_xscale("log")
+    axes.set_xticks(loads, [f"{load:.2g}" for load in loads])
+    axes.minorticks_off()
     _label(axes, "load time over the link, s", "time to the first token, s", title)
     return _write(figure, path)
 
