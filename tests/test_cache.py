@@ -114,7 +114,7 @@ def test_gradients_reach_what_was_appended() -> None:
     cache.update(first, ones(1), 0)
     keys, _ = cache.update(second, ones(1), 0)
     cache.update(ones(1), ones(1), 0)
-    keys.sum().backward()
+    keys.sum().backward()  # type: ignore[no-untyped-call]
     assert first.grad is not None and second.grad is not None
 
 

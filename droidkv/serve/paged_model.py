@@ -12,7 +12,7 @@ from droidkv.plan import LayerGroup
 
 
 class PagedModel(Protocol):
-    """What the worker half asks of an engine's model and its paged cache.
+    """What a worker half asks of an engine's model and its paged cache.
 
     Slots are numbers of token places in the paged cache: block times block size plus offset.
     """

@@ -78,7 +78,7 @@ class DroidKVConnector(CountsRequests, KVConnectorBase_V1):  # type: ignore[misc
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        from droidkv.serve.scheduler_half import SenderScheduler
+        from droidkv.serve.sender_scheduler import SenderScheduler
         from droidkv.serve.vllm_setup import read_setup, receiver_scheduler
 
         self._setup = read_setup(vllm_config, kv_cache_config)
@@ -369,7 +369,7 @@ def _salter(request: Any | None) -> Callable[[str | None], None]:
 
 def _scheduled(output: Any) -> list[Any]:
     """Requests of a step, with the tokens whose KV are in the cache when it ends."""
-    from droidkv.serve.scheduler_half import Scheduled
+    from droidkv.serve.sender_scheduler import Scheduled
 
     before = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs

@@ -15,7 +15,8 @@ from droidkv.model_identity import identify
 from droidkv.pair import ModelRef
 from droidkv.serve.connector_plan import AuditRecord
 from droidkv.serve.opening import open_store
-from droidkv.serve.scheduler_half import ReceiverRules, ReceiverScheduler
+from droidkv.serve.receiver_scheduler import ReceiverRules, ReceiverScheduler
+from droidkv.serve.receiver_worker import ReceiverWorker
 from droidkv.serve.sender_worker import SenderWorker
 from droidkv.serve.settings import (
     ReceiverPair,
@@ -29,7 +30,6 @@ from droidkv.serve.store import Store, namespace_digest
 from droidkv.serve.vllm_engine import VllmPagedModel
 from droidkv.serve.vllm_models import ARCHITECTURES, model_of
 from droidkv.serve.vllm_refusals import check_cache, check_engine, check_failure_policy
-from droidkv.serve.worker_half import ReceiverWorker
 
 
 @dataclass(frozen=True)

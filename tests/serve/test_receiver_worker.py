@@ -1,4 +1,4 @@
-"""The worker half over a fake engine must build the mixed cache that `partial_prefill` builds."""
+"""A receiver's worker over a fake engine builds the mixed cache that `partial_prefill` builds."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from droidkv.plan import ReusePlan
 from droidkv.prefill import partial_prefill
 from droidkv.serve.connector_plan import LOAD_ORDERS, Fallback, LoadJob, LoadOrder, SaveJob
 from droidkv.serve.objects import MissReason, ObjectName, StoreMiss
+from droidkv.serve.receiver_worker import ReceiverWorker, StepResult
 from droidkv.serve.sender_worker import SenderWorker
 from droidkv.serve.store import MemoryStore, chunk_keys
-from droidkv.serve.worker_half import ReceiverWorker, StepResult
 from droidkv.stitch import StitchMap, fit_stitch
 
 CHUNK, BLOCK = 8, 4

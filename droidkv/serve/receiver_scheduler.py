@@ -1,4 +1,4 @@
-"""The connector's half in the scheduler: which prefix to supply, and what to store. No engine here.
+"""A receiver's half in the scheduler: which prefix to supply, by which plan. No engine here.
 
 One object per engine; all that belongs to a request hangs on its own record, so that requests
 never see one another's plan.
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from droidkv.errors import PlanError
@@ -24,14 +24,11 @@ from droidkv.serve.connector_plan import (
     LoadOrder,
     LoadReport,
     RequestView,
-    SaveJob,
     Span,
     StepJobs,
-    filled_chunks,
     mixed_salt,
     parse_ask,
     reusable_tokens,
-    wants_overwrite,
 )
 from droidkv.serve.store import MissReason, Store, StoreMiss, chunk_keys, coverage, deadline_in
 
@@ -475,77 +472,3 @@ class ReceiverScheduler:
             )
             set_salt(tracked.salt)
         return True
-
-
-@dataclass(frozen=True)
-class Scheduled:
-    """One request in one step of a sender's engine.
-
-    Attributes:
-        request_id: The request.
-        block_ids: Blocks of its page table, the first one for token 0.
-        computed_tokens: Tokens whose KV is in the cache when the step ends.
-    """
-
-    request_id: str
-    block_ids: Sequence[int]
-    computed_tokens: int
-
-
-@dataclass
-class _Sending:
-    view: RequestView
-    saved_chunks: int = field(default=0)
-
-
-class SenderScheduler:
-    """Decides which chunks to store as a sender's blocks fill.
-
-    Args:
-        chunk_tokens: Tokens in one chunk of the store.
-    """
-
-    def __init__(self, chunk_tokens: int) -> None:
-        self._chunk_tokens = chunk_tokens
-        self._requests: dict[str, _Sending] = {}
-        self._is_stopped = False
-
-    def stop(self) -> None:
-        """Store nothing more, of requests under way neither: what is computed may be wrong."""
-        self._is_stopped = True
-        self._requests.clear()
-
-    def admit(self, view: RequestView) -> None:
-        """A request arrived. One of a kind that cannot be reused is not stored."""
-        if view.obstacle is None and not self._is_stopped:
-            self._requests[view.request_id] = _Sending(view)
-
-    def step(self, scheduled: Iterable[Scheduled]) -> list[SaveJob]:
-        """Chunks of prompts that will be whole when this step ends, each exactly once."""
-        jobs = []
-        for each in scheduled:
-            sending = self._requests.get(each.request_id)
-            if sending is None:
-                continue
-            tokens = sending.view.token_ids
-            chunks = filled_chunks(
-                sending.saved_chunks, each.computed_tokens, len(tokens), self._chunk_tokens
-            )
-            if not chunks:
-                continue
-            stop = chunks.stop * self._chunk_tokens
-            jobs.append(
-                SaveJob(
-                    each.request_id,
-                    tuple(tokens[:stop]),
-                    chunks.start,
-                    tuple(each.block_ids),
-                    wants_overwrite(sending.view.params),
-                )
-            )
-            sending.saved_chunks = chunks.stop
-        return jobs
-
-    def finish(self, request_id: str) -> None:
-        """The request ended."""
-        self._requests.pop(request_id, None)

@@ -19,13 +19,7 @@ from droidkv.serve.connector_plan import (
     StepJobs,
 )
 from droidkv.serve.objects import ObjectName
-from droidkv.serve.scheduler_half import (
-    PlanChooser,
-    ReceiverRules,
-    ReceiverScheduler,
-    Scheduled,
-    SenderScheduler,
-)
+from droidkv.serve.receiver_scheduler import PlanChooser, ReceiverRules, ReceiverScheduler
 from droidkv.serve.store import MemoryStore, chunk_keys
 
 CHUNK, NUM_LAYERS = 8, 4
@@ -633,30 +627,3 @@ def test_no_suffix_pass_is_timed_unasked(engine_of: EngineOf) -> None:
         engine.half.allocate("r", BLOCKS, 32)
         engine.half.report("r", LoadReport(), engine.salter("r"))
         assert engine.half.take_suffixes(["r"]) == []
-
-
-def test_a_sender_stores_chunks_as_they_fill_and_once() -> None:
-    half = SenderScheduler(CHUNK)
-    half.admit(RequestView("r", TOKENS))
-    half.admit(RequestView("lora", TOKENS, obstacle=Fallback.LORA))
-    saved: list[int] = []
-    for computed in (5, 15, 20, 8, 40, 41, 60):  # 8: preempted, and prefilled once more
-        for job in half.step(
-            [Scheduled("r", BLOCKS, computed), Scheduled("lora", BLOCKS, computed)]
-        ):
-            assert job.request_id == "r"
-            assert len(job.token_ids) % CHUNK == 0
-            saved += range(job.first_chunk, len(job.token_ids) // CHUNK)
-    assert saved == [0, 1, 2, 3, 4]
-    half.finish("r")
-    assert half.step([Scheduled("r", BLOCKS, 40)]) == []
-
-
-def test_a_sender_that_was_stopped_stores_nothing_more() -> None:
-    half = SenderScheduler(CHUNK)
-    half.admit(RequestView("under way", TOKENS))
-    assert len(half.step([Scheduled("under way", BLOCKS, 16)])) == 1
-    half.stop()
-    half.admit(RequestView("later", TOKENS))
-    scheduled = [Scheduled("under way", BLOCKS, 40), Scheduled("later", BLOCKS, 40)]
-    assert half.step(scheduled) == []
