@@ -28,6 +28,10 @@ from droidkv.serve.store import ChunkKey, Store, StoreMiss
 from droidkv.stitch import StitchMap
 
 _GATHERING_SECONDS = 0.01
+# A load that keeps this many cores busy, looked at so often, and a pass beside it would only slow
+# down each other.
+_BUSY_CORES = 0.5
+_LOOKING_SECONDS = 0.02
 
 
 class PlanFailed(Exception):
@@ -119,6 +123,9 @@ class Load:
         self._next_token = job.start
         self._writing = (threading.Lock(), threading.Lock())
         self._stopped = False
+        self._began = time.monotonic()
+        self._core_seconds = 0.0
+        self._is_passing = False
 
     @property
     def failed(self) -> bool:
@@ -215,6 +222,9 @@ class Load:
         event = self._written.get(layer)
         if event is not None and not self.failed:
             self._wait(event.wait, layer)
+        if not self._is_passing and not self.failed:
+            self._is_passing = True
+            self._wait(self._leaves_cores, layer)
         self.timeline.begin("suffix", layer)
 
     def wait_until_done(self) -> None:
@@ -239,6 +249,21 @@ class Load:
             self.fail(Fallback.LOAD_TIMEOUT)
         self.report.wait_seconds += time.monotonic() - began
         self.timeline.add("wait", layer, start)
+
+    def _leaves_cores(self, seconds: float) -> bool:
+        """Whether the load is over, or waits for data more than it computes.
+
+        One that is bound by cores (checksums, writing) takes them from the pass layer by layer, and
+        is over sooner by itself; one that waits for a link costs the pass nothing.
+        """
+        ends = time.monotonic() + seconds
+        while not self._done.wait(min(_LOOKING_SECONDS, seconds)):
+            now = time.monotonic()
+            if now >= ends:
+                return False
+            if self._core_seconds < _BUSY_CORES * (now - self._began):
+                return True
+        return True
 
     def _entering(self, start: int, stop: int) -> Tensor:
         plan = self.job.plan
@@ -302,13 +327,15 @@ class Load:
                 layer = layers.popleft()
             except IndexError:
                 return
-            start = time.time()
+            start, cores_start = time.time(), time.thread_time()
             with self._store.lent_kv_chunks(keys, layer, self._deadline) as pairs:
                 self._check_kv(pairs)
                 self.timeline.add("load", layer, start)
                 if layer in self._written:
                     with writing:
                         self._write(layer, pairs)
+            with self._arrived:
+                self._core_seconds += time.thread_time() - cores_start
 
     def _write(self, layer: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         if self._stopped:

@@ -451,6 +451,54 @@ def test_the_next_layer_is_read_while_one_is_written(
     assert_mixed(engine, job("[0,0)"))
 
 
+def held_from_layer_2(store: FaultyStore) -> threading.Event:
+    """Set it, and the store gives layers from 2 on."""
+    released = threading.Event()
+
+    def held(name: ObjectName, buffer: Tensor | None) -> Tensor | None:
+        assert name.layer < 2 or released.wait(30)
+        return buffer
+
+    store.fault = held
+    return released
+
+
+def test_a_load_that_waits_for_its_link_is_passed_layer_by_layer(
+    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+) -> None:
+    released = held_from_layer_2(store)
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
+    workers.append(worker)
+    worker.start([job("[0,0)")])
+    worker.wait_for_layer(0)
+    worker.wait_for_layer(1)
+    released.set()
+    for layer in range(2, NUM_LAYERS):
+        worker.wait_for_layer(layer)
+    assert worker.end_step().reports["r"].reason is None
+    assert_mixed(engine, job("[0,0)"))
+
+
+def test_a_load_that_keeps_cores_busy_is_over_before_the_pass(
+    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+) -> None:
+    released = held_from_layer_2(store)
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
+    workers.append(worker)
+    worker.start([job("[0,0)")])
+    (load,) = worker._now
+    load._core_seconds = 1e9
+    passing = threading.Thread(target=worker.wait_for_layer, args=(0,))
+    passing.start()
+    passing.join(0.2)
+    assert passing.is_alive()
+    released.set()
+    passing.join(30)
+    assert not passing.is_alive()
+    assert_mixed(engine, job("[0,0)"))
+    assert worker.end_step().reports["r"].wait_seconds > 0
+
+
 def test_no_timeline_is_kept_unasked(
     store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
 ) -> None:
