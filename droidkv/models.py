@@ -190,7 +190,8 @@ class TwoStreamModel(DecoderModel):
 
     Raises:
         UnsupportedModelError: As `DecoderModel`; or there is no adapter, one of k or v, or
-            attention that a common call cannot compute, or an adapter that is no plain LoRA.
+            attention that a common call cannot compute, or an adapter that is no plain LoRA of
+            decoder layers.
     """
 
     def __init__(self, model: Any, adapters: Sequence[str] = ("default",)) -> None:
@@ -201,17 +202,7 @@ class TwoStreamModel(DecoderModel):
                 f"{self.config.model_type!r}; its two streams cannot share one attention call"
             )
         self.adapters = tuple(adapters)
-        layers = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
-        if not layers or any(map(_is_variant, layers.values())):
-            raise UnsupportedModelError(
-                "expected a model with a plain LoRA adapter, got one with "
-                f"{'a variant of it' if layers else 'none'}"
-            )
-        if dead := sorted(n for n in layers if n.endswith(KV_PROJECTIONS)):
-            raise UnsupportedModelError(
-                f"expected no adapter on {' or '.join(KV_PROJECTIONS)}, which the decoder never "
-                f"uses, got one on {dead[0]}; train it with `droidkv train icarus`"
-            )
+        layers = _decoder_adapters(model)
         self._width = int(self.config.hidden_size)
         # Of the rows in a layer, which go through which adapter; the encoder's through none.
         self._routes: list[tuple[str, slice]] = []
@@ -286,6 +277,37 @@ def read_kv_in_place(model: Any) -> None:
     """
     AttentionInterface.register(_SHARED_READ, _shared_read)
     model.set_attn_implementation(_SHARED_READ)
+
+
+def _decoder_adapters(model: Any) -> dict[str, Any]:
+    """PEFT's layers of the adapters of a logical decoder, by name; refuses what is none."""
+    layers = {n: m for n, m in model.named_modules() if hasattr(m, "lora_A")}
+    if not layers or any(map(_is_variant, layers.values())):
+        raise UnsupportedModelError(
+            "expected a model with a plain LoRA adapter, got one with "
+            f"{'a variant of it' if layers else 'none'}"
+        )
+    if dead := sorted(n for n in layers if n.endswith(KV_PROJECTIONS)):
+        raise UnsupportedModelError(
+            f"expected no adapter on {' or '.join(KV_PROJECTIONS)}, which the decoder never "
+            f"uses, got one on {dead[0]}; train it with `droidkv train icarus`"
+        )
+    # PEFT wraps whole modules that are trained beside the matrices, and trains biases in place.
+    wrapped = {n for n, m in model.named_modules() if hasattr(m, "original_module")}
+    outside = {n for n in layers if not n.startswith("model.layers.")}
+    if others := sorted(wrapped | outside):
+        raise UnsupportedModelError(
+            "expected an adapter on linear layers within decoder layers only, got one that "
+            f"changes {others[0]}, which the encoder would read too; train it with "
+            "`droidkv train icarus`"
+        )
+    biases = {config.bias for config in getattr(model, "peft_config", {}).values()}
+    if biases - {"none"}:
+        raise UnsupportedModelError(
+            f"expected an adapter that leaves the base as it is, got one with bias = "
+            f"{sorted(biases - {'none'})[0]!r}; train it with `droidkv train icarus`"
+        )
+    return layers
 
 
 def _is_variant(layer: Any) -> bool:

@@ -176,3 +176,20 @@ def test_what_cannot_be_two_streams_is_refused() -> None:
         fused(peft.get_peft_model(tiny_model().model, config).eval())
     with pytest.raises(UnsupportedModelError, match="soft-capped"):
         fused(adapted("gemma2"))
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, "changes lm_head"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "changes model.embed_tokens"),
+        ({"modules_to_save": ["norm"]}, "changes model.layers.0.input_layernorm"),
+        ({"bias": "all"}, "bias = 'all'"),
+    ],
+)
+def test_an_adapter_that_changes_more_than_the_decoder_is_refused(
+    more: dict[str, Any], named: str
+) -> None:
+    config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **more})
+    with pytest.raises(UnsupportedModelError, match=named):
+        fused(peft.get_peft_model(tiny_model("qwen2").model, config).eval())
