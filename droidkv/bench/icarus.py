@@ -105,7 +105,9 @@ class Models:
             "fused": _plain_step(self.fused, wide.fork(), num_rows),
             "two_passes": self._two_passes(self.merged, wide.fork(), num_rows, one_each),
             "two_passes_one_copy": self._two_passes(self.beside, wide.fork(), num_rows, one_each),
-            "plain": _in_turn([_plain_step(self.merged, context.fork(), 1)] * num_rows)
+            "plain": _in_turn(
+                [_plain_step(self.merged, context.fork(), 1) for _ in range(num_rows)]
+            )
             if one_each
             else _plain_step(self.merged, wide.fork(), num_rows),
         }

@@ -52,6 +52,15 @@ def test_decoders_differ_and_share_one_step() -> None:
     torch.testing.assert_close(two_passes[0], fused[0], atol=1e-4, rtol=1e-4)
 
 
+def test_plain_models_have_kv_of_their_own() -> None:
+    plain = Models(tiny_model(), 3, seed=0).ways(torch.randint(3, 97, (1, 9)), 3, 3)["plain"]
+    with torch.no_grad():
+        for token in (5, 6):
+            rows = plain(torch.tensor([[token]]))
+            assert rows.shape == (3, 1, 97)
+            torch.testing.assert_close(rows, rows[:1].expand_as(rows))
+
+
 def test_numbers_out_of_range_are_refused() -> None:
     with pytest.raises(PlanError, match="at least 1"):
         bench_icarus(tiny_model(), batches=(0,))
