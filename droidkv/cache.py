@@ -117,9 +117,11 @@ class KVCache:
         """Append along seq_len and return all of the layer."""
         held_keys, held_values = self.keys[layer_idx], self.values[layer_idx]
         if held_keys is not None and held_values is not None:
-            growing = self._growing.setdefault(layer_idx, (_Growing(), _Growing()))
-            keys = growing[0].append(held_keys, keys)
-            values = growing[1].append(held_values, values)
+            if layer_idx not in self._growing:
+                self._growing[layer_idx] = (_Growing(), _Growing())
+            growing_keys, growing_values = self._growing[layer_idx]
+            keys = growing_keys.append(held_keys, keys)
+            values = growing_values.append(held_values, values)
         self.keys[layer_idx], self.values[layer_idx] = keys, values
         return keys, values
 
@@ -140,7 +142,9 @@ class _Growing:
         assert held.shape[:2] == new.shape[:2], (held.shape, new.shape)
         start, stop = held.shape[2], held.shape[2] + new.shape[2]
         # What is held may have been replaced since.
-        if held is not self._used or stop > self._whole.shape[2] or self._whole.is_inference():
+        is_lost = held is not self._used or stop > self._whole.shape[2]
+        # What was made in inference mode is not to be written to outside of it.
+        if is_lost or (self._whole.is_inference() and not torch.is_inference_mode_enabled()):
             shape = (*held.shape[:2], stop + _ROOM_TOKENS, held.shape[3])
             self._whole = torch.empty(shape, dtype=held.dtype, device=held.device)
             self._whole[:, :, :start] = held
