@@ -114,6 +114,11 @@ def ttft(
         result = read_json(source, ServeError)
         if not isinstance(result, dict) or "lengths" not in result:
             raise ServeError(f"{source}: expected what `droidkv bench ttft --json` printed")
+        if any("compute_seconds" not in row for row in result.get("link", {}).get("rows", ())):
+            raise ServeError(
+                f"{source}: expected compute_seconds in each row over a link, which an older "
+                "version did not measure; run `droidkv bench ttft --json` again"
+            )
     if plot is not None:
         if "link" not in result:
             raise click.UsageError("--plot draws the sweep over links, which was left out")

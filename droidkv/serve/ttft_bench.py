@@ -256,7 +256,7 @@ class _Bench:
                 free.append(run("streamed"))
                 for order in LOAD_ORDERS:
                     runs[order].append(run(order, bandwidth))
-                self._step(f"link x{factor:g}", repeat)
+                self._on_progress(f"ttft, link x{factor:g}", repeat + 1, settings.repeats)
             sweep.append((bandwidth, _median_seconds(free), runs))
             all_free += free
         calibration = calibration_of_runs(

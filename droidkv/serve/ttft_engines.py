@@ -76,9 +76,17 @@ class EngineProcess:
         return self.read()
 
     def flush(self) -> None:
-        """Wait until all that it stored can be read."""
+        """Wait until all that it stored can be read.
+
+        Raises:
+            ServeError: That took too long.
+        """
         self._send({"do": "flush"})
-        self.read()
+        if not self.read()["flushed"]:
+            raise ServeError(
+                f"expected the engine {self.name!r} to have stored what it read, but its store "
+                f"still writes; {end_of(self._log)}"
+            )
 
     def stop(self) -> None:
         """End it."""

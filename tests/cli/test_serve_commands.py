@@ -272,6 +272,10 @@ def test_a_benchmark_is_shown_and_drawn_from_its_file(tmp_path: Path) -> None:
     assert (tmp_path / "link.png").read_bytes().startswith(b"\x89PNG")
     source.write_text("{}")
     assert "bench ttft --json" in error_of("bench", "ttft", "--from", source)
+    for older in result["link"]["rows"]:  # type: ignore[index]
+        del older["compute_seconds"]
+    source.write_text(json.dumps(result))
+    assert "older version" in error_of("bench", "ttft", "--from", source)
 
 
 @pytest.mark.parametrize("command", [("bench", "ttft"), ("bench", "memory"), ("serve", "demo")])

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import made_profiles
 import pytest
@@ -12,7 +14,7 @@ from droidkv.pair import read_pair
 from droidkv.plan import ReusePlan
 from droidkv.serve.connector_plan import AuditRecord, LoadReport, Span
 from droidkv.serve.link_model import calibration_of_runs, predicted_seconds
-from droidkv.serve.ttft_bench import TtftSettings, bench_ttft
+from droidkv.serve.ttft_bench import TtftSettings, _Bench, bench_ttft
 
 SHAPE = made_profiles.shape(6)
 PLAN = ReusePlan.of(2, 4)
@@ -44,6 +46,63 @@ def test_loading_first_adds_up_and_streaming_hides() -> None:
     # All but E hides behind the recomputation; over a very slow link only the last layer is left.
     assert predicted(2.0, "streamed") < 6.25 + 1.0
     assert predicted(100.0, "streamed") == pytest.approx(100.0 + 0.5 + 0.25)
+
+
+class FakeEngine:
+    """A machine that becomes half as fast after some unlimited runs, 6.25 s before."""
+
+    def __init__(self, num_fast: int = 1 << 30) -> None:
+        self.num_free = 0
+        self.num_fast = num_fast
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        salt: str,
+        ask: Mapping[str, Any] | None = None,
+        bandwidth: float | None = None,
+    ) -> dict[str, Any]:
+        compute, record = run()
+        if bandwidth is None:
+            self.num_free += 1
+        if self.num_free > self.num_fast:
+            compute *= 2
+        load = 0.0 if bandwidth is None else plan_bytes(SHAPE, PLAN, N) / bandwidth
+        streamed = ask is not None and ask["order"] == "streamed"
+        seconds = max(compute, load) if streamed else compute + load
+        record = replace(record, advertised_tokens=N)
+        return {"seconds": seconds, "record": record.to_json()}
+
+    def flush(self) -> None:
+        pass
+
+
+def link(engine: FakeEngine, told: list[tuple[str, int, int]]) -> dict[str, Any]:
+    settings = TtftSettings(Path(), suffix_tokens=M, repeats=3, link_factors=(0.5, 1.0, 2.0))
+    engines: Any = {"receiver": engine, "sender": engine}
+    bench = _Bench(settings, SHAPE, engines, lambda *step: told.append(step))
+    return bench.link(N, [ReusePlan.of(0, 0), PLAN])
+
+
+def test_a_link_is_held_against_the_larger_of_load_and_compute() -> None:
+    told: list[tuple[str, int, int]] = []
+    result = link(FakeEngine(), told)
+    assert result["plan"] == "[2,4)"
+    streamed = [row for row in result["rows"] if row["order"] == "streamed"]
+    assert [row["load_over_compute"] for row in streamed] == [0.5, 1.0, 2.0]
+    assert [row["over_bound"] for row in streamed] == [1.0, 1.0, 1.0]
+    ratios = [each["ratio"] for each in result["all_first_over_streamed"]]
+    assert ratios == [1.5, 2.0, 1.5]
+    assert told[-1] == ("ttft, link x2", 3, 3)
+
+
+def test_a_machine_that_slows_down_is_compared_with_itself() -> None:
+    # Four runs come first, of which one warms up, and three are of each bandwidth.
+    rows = link(FakeEngine(num_fast=7), [])["rows"]
+    streamed = [row for row in rows if row["order"] == "streamed"]
+    assert [row["compute_seconds"] for row in streamed] == [6.25, 12.5, 12.5]
+    assert [row["load_over_compute"] for row in streamed] == [0.5, 0.5, 2.0]
+    assert [row["over_bound"] for row in streamed] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(
