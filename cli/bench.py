@@ -251,12 +251,7 @@ def _models(pair_name: str, dtype: str, device: str) -> tuple[LoadedModel, Loade
 
 
 def _prefill_seconds(model: DecoderModel, num_tokens: int) -> float:
-    """One prefill, timed here and now; the first one warms up."""
-    import torch
+    from droidkv.bench.timing import random_tokens
+    from droidkv.estimate import prefill_seconds
 
-    from droidkv.bench.timing import random_tokens, timed
-    from droidkv.capture import capture
-
-    ids = torch.tensor([random_tokens(model, num_tokens, seed=0)])
-    runs = [timed(model.device, capture, model, ids)[1].seconds for _ in range(2)]
-    return min(runs)
+    return prefill_seconds(model, random_tokens(model, num_tokens, seed=0))

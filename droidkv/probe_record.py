@@ -31,7 +31,6 @@ CRITICAL_SHARE = 0.05
 Side = Literal["reuse_one", "recompute_one"]
 SIDES: tuple[Side, ...] = get_args(Side)
 ProbeLoss = Literal["kl", "nll", "disagreement"]
-PROBE_LOSSES: tuple[ProbeLoss, ...] = get_args(ProbeLoss)
 
 
 @dataclass(frozen=True)

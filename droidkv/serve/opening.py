@@ -102,5 +102,5 @@ def _open(address: str, chunk_tokens: int) -> Store:
     if urlsplit(address).scheme == "memory":
         return MemoryStore(chunk_tokens)
     module = import_module("droidkv.serve.lmcache_store")
-    store: Store = module.LMCacheStore(LMCacheSettings.parse(address, chunk_tokens))
+    store: Store = module.open_lmcache(address, chunk_tokens)
     return store

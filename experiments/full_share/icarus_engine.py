@@ -2,7 +2,7 @@
 
     make install-serve
     .venv-serve/bin/python experiments/full_share/icarus_engine.py smollm2-records \
-        --table experiments/full_share/smollm2-records-120-steps.json
+        --table experiments/full_share/smollm2-records-960-steps.json
 
 One engine answers every item twice over one prefix cache: first the decoder, then the base, which
 hits the blocks of the decoder's request. Scores are put beside those of the table, which the
