@@ -28,8 +28,9 @@ from droidkv.serve.store import ChunkKey, Store, StoreMiss
 from droidkv.stitch import StitchMap
 
 _GATHERING_SECONDS = 0.01
-# A load that keeps this many cores busy, looked at so often, and a pass beside it would only slow
-# down each other.
+# A load of so much KV that keeps this many cores busy, looked at so often, and a pass beside it
+# would only slow down each other. A smaller one is over before it matters.
+_LONG_BYTES = 64 << 20
 _BUSY_CORES = 0.5
 _LOOKING_SECONDS = 0.02
 
@@ -123,6 +124,9 @@ class Load:
         self._next_token = job.start
         self._writing = (threading.Lock(), threading.Lock())
         self._stopped = False
+        num_heads, head_dim = model.kv_shape
+        token_bytes = 2 * num_heads * head_dim * model.dtype.itemsize
+        self._is_long = len(self._reused) * len(slots) * token_bytes >= _LONG_BYTES
         self._began = time.monotonic()
         self._core_seconds = 0.0
         self._is_passing = False
@@ -222,7 +226,7 @@ class Load:
         event = self._written.get(layer)
         if event is not None and not self.failed:
             self._wait(event.wait, layer)
-        if not self._is_passing and not self.failed:
+        if self._is_long and not self._is_passing and not self.failed:
             self._is_passing = True
             self._wait(self._leaves_cores, layer)
         self.timeline.begin("suffix", layer)

@@ -19,6 +19,7 @@ from droidkv.cache import CapturedCache
 from droidkv.capture import capture
 from droidkv.plan import ReusePlan
 from droidkv.prefill import partial_prefill
+from droidkv.serve import load
 from droidkv.serve.connector_plan import LOAD_ORDERS, Fallback, LoadJob, LoadOrder, SaveJob
 from droidkv.serve.objects import MissReason, ObjectName, StoreMiss
 from droidkv.serve.receiver_worker import ReceiverWorker, StepResult
@@ -451,8 +452,9 @@ def test_the_next_layer_is_read_while_one_is_written(
     assert_mixed(engine, job("[0,0)"))
 
 
-def held_from_layer_2(store: FaultyStore) -> threading.Event:
-    """Set it, and the store gives layers from 2 on."""
+def held_from_layer_2(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set it, and the store gives layers from 2 on; every load counts as a long one."""
+    monkeypatch.setattr(load, "_LONG_BYTES", 0)
     released = threading.Event()
 
     def held(name: ObjectName, buffer: Tensor | None) -> Tensor | None:
@@ -464,9 +466,12 @@ def held_from_layer_2(store: FaultyStore) -> threading.Event:
 
 
 def test_a_load_that_waits_for_its_link_is_passed_layer_by_layer(
-    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+    store: FaultyStore,
+    engine: FakePagedModel,
+    workers: list[ReceiverWorker],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    released = held_from_layer_2(store)
+    released = held_from_layer_2(store, monkeypatch)
     worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
     workers.append(worker)
     worker.start([job("[0,0)")])
@@ -480,14 +485,16 @@ def test_a_load_that_waits_for_its_link_is_passed_layer_by_layer(
 
 
 def test_a_load_that_keeps_cores_busy_is_over_before_the_pass(
-    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+    store: FaultyStore,
+    engine: FakePagedModel,
+    workers: list[ReceiverWorker],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    released = held_from_layer_2(store)
+    released = held_from_layer_2(store, monkeypatch)
     worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
     workers.append(worker)
     worker.start([job("[0,0)")])
-    (load,) = worker._now
-    load._core_seconds = 1e9
+    worker._now[0]._core_seconds = 1e9
     passing = threading.Thread(target=worker.wait_for_layer, args=(0,))
     passing.start()
     passing.join(0.2)
