@@ -129,10 +129,6 @@ class LMCacheStore(Store):
         if memory is None:
             raise MemoryError(f"no room for {num_bytes} bytes in LMCache's memory")
         key = self._key(name)
-        if self.settings.local_disk is not None:
-            self._on_disk_soon.add(key)
-            if len(self._on_disk_soon) > _MOST_KEYS_WATCHED:
-                self._is_writing_to_disk()
         writing: Future | None = None
         try:
             memory.tensor.copy_(buffer)
@@ -143,6 +139,11 @@ class LMCacheStore(Store):
                     backend.batched_submit_put_task([key], [memory])
         finally:
             memory.ref_count_down()
+        if self.settings.local_disk is not None:
+            # Not before: another thread's flush would take it for written.
+            self._on_disk_soon.add(key)
+            if len(self._on_disk_soon) > _MOST_KEYS_WATCHED:
+                self._is_writing_to_disk()
         return writing
 
     def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:

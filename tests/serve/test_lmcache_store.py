@@ -240,6 +240,27 @@ def test_the_least_recently_used_is_evicted_and_shortens_coverage() -> None:
     store.close()
 
 
+def test_a_flush_amid_a_put_leaves_the_put_to_the_next_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LMCacheStore(replace(SETTINGS, keep_local=False, local_disk=tmp_path))
+    disk = store._manager.storage_backends["LocalDiskBackend"]
+    submit = disk.batched_submit_put_task
+
+    def flushed_first(*args: Any, **kwargs: Any) -> Any:
+        assert store.flush(soon())  # as another thread may
+        return submit(*args, **kwargs)
+
+    monkeypatch.setattr(disk, "batched_submit_put_task", flushed_first)
+    try:
+        store.put_hidden(KEYS[0], 0, random_hidden())
+        assert len(store._on_disk_soon) == 1
+        assert store.flush(soon())
+        store.get_hidden(KEYS[0], 0, soon())
+    finally:
+        store.close()
+
+
 def test_what_memory_evicts_comes_from_the_folder(tmp_path: Path) -> None:
     settings = replace(SETTINGS, remote_url=f"fs://{tmp_path}", max_local_cpu_gib=MIB / 4)
     store = LMCacheStore(settings)  # 64 pages of 4 KiB
