@@ -86,14 +86,8 @@ class LMCacheStore(Store):
         _close_at_exit(self)
 
     def flush(self, deadline: float) -> bool:
-        with self._changed:
-            left = max(0.0, deadline - time.monotonic())
-            if not self._changed.wait_for(lambda: not self._pending, left):
-                return False
-        while self._is_writing_to_disk():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.001)
+        if not self._has_written(deadline):
+            return False
         if self._is_lm and not self._is_closed:
             # Puts are not answered, but the server takes one client's calls in order.
             probe = self._utils.LayerCacheEngineKey("probe", 1, 0, 0, torch.uint8)
@@ -108,6 +102,8 @@ class LMCacheStore(Store):
             if self._is_closed:
                 return
             self._is_closed = True
+        # LMCache frees memory that its writers still read, which takes the process down.
+        self._has_written(deadline_in(_CLOSE_SECONDS))
         with suppress(Exception):  # a backend that does not answer is left behind
             self._calls.call(partial(_close_manager, self._manager), deadline_in(_CLOSE_SECONDS))
         loop = self._manager.loop
@@ -331,6 +327,18 @@ class LMCacheStore(Store):
         with self._changed:
             self._pending.pop(future, None)
             self._changed.notify_all()
+
+    def _has_written(self, deadline: float) -> bool:
+        """Wait until nothing is on its way to a backend or the disk; False if that took longer."""
+        with self._changed:
+            left = max(0.0, deadline - time.monotonic())
+            if not self._changed.wait_for(lambda: not self._pending, left):
+                return False
+        while self._is_writing_to_disk():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        return True
 
     def _is_writing_to_disk(self) -> bool:
         backends = list(self._local_backends())

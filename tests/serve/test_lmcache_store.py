@@ -261,6 +261,27 @@ def test_a_flush_amid_a_put_leaves_the_put_to_the_next_flush(
         store.close()
 
 
+@pytest.mark.parametrize(
+    "settings", ["local_disk=folder", "remote_url=f'fs://{folder}'"], ids=["disk", "backend"]
+)
+def test_a_store_may_be_closed_right_behind_a_put(settings: str, tmp_path: Path) -> None:
+    """In a process of its own, since a writer that reads freed memory takes it down."""
+    code = (
+        "from pathlib import Path\n"
+        "from serve.conformance_store import KEYS, random_hidden\n"
+        "from serve.test_lmcache_store import SETTINGS, LMCacheStore, replace\n"
+        "for round in range(20):\n"
+        f"    folder = Path({str(tmp_path)!r}) / str(round)\n"
+        f"    store = LMCacheStore(replace(SETTINGS, keep_local=False, {settings}))\n"
+        "    for layer in range(6):\n"
+        "        store.put_hidden(KEYS[0], layer, random_hidden())\n"
+        "    store.close()\n"
+    )
+    tests = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": tests}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=environment)
+
+
 def test_what_memory_evicts_comes_from_the_folder(tmp_path: Path) -> None:
     settings = replace(SETTINGS, remote_url=f"fs://{tmp_path}", max_local_cpu_gib=MIB / 4)
     store = LMCacheStore(settings)  # 64 pages of 4 KiB
