@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from droidkv.serve.connector_plan import RequestView, SaveJob, filled_chunks, wants_overwrite
 
@@ -26,7 +26,7 @@ class Scheduled:
 @dataclass
 class _Sending:
     view: RequestView
-    saved_chunks: int = field(default=0)
+    saved_chunks: int = 0
 
 
 class SenderScheduler:

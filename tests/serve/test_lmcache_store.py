@@ -201,20 +201,14 @@ def test_the_process_is_left_as_it_was() -> None:
     assert not loop_thread.is_alive()
 
 
+@pytest.mark.usefixtures("three_threads")
 def test_its_threads_start_no_team_beside_the_models() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    if torch.get_num_threads() != 3:
-        pytest.skip(
-            "an engine of vLLM ran in this process, which then keeps its threads as they are"
-        )
     store = LMCacheStore(SETTINGS)
     try:
         assert store._calls.call(torch.get_num_threads, deadline_in(10)) == 1
         assert torch.get_num_threads() == 3
     finally:
         store.close()
-        torch.set_num_threads(before)
 
 
 def test_a_closed_store_misses() -> None:

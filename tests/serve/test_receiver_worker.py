@@ -452,7 +452,8 @@ def test_the_next_layer_is_read_while_one_is_written(
     assert_mixed(engine, job("[0,0)"))
 
 
-def held_from_layer_2(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+@pytest.fixture
+def released(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set it, and the store gives layers from 2 on; every load counts as a long one."""
     monkeypatch.setattr(load, "_LONG_BYTES", 0)
     released = threading.Event()
@@ -465,37 +466,37 @@ def held_from_layer_2(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> th
     return released
 
 
-def test_a_load_that_waits_for_its_link_is_passed_layer_by_layer(
+@pytest.fixture
+def loading(
     store: FaultyStore,
     engine: FakePagedModel,
     workers: list[ReceiverWorker],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    released = held_from_layer_2(store, monkeypatch)
+    released: threading.Event,
+) -> ReceiverWorker:
+    """It has begun to load all layers."""
     worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
     workers.append(worker)
     worker.start([job("[0,0)")])
-    worker.wait_for_layer(0)
-    worker.wait_for_layer(1)
+    return worker
+
+
+def test_a_load_that_waits_for_its_link_is_passed_layer_by_layer(
+    loading: ReceiverWorker, engine: FakePagedModel, released: threading.Event
+) -> None:
+    loading.wait_for_layer(0)
+    loading.wait_for_layer(1)
     released.set()
     for layer in range(2, NUM_LAYERS):
-        worker.wait_for_layer(layer)
-    assert worker.end_step().reports["r"].reason is None
+        loading.wait_for_layer(layer)
+    assert loading.end_step().reports["r"].reason is None
     assert_mixed(engine, job("[0,0)"))
 
 
 def test_a_load_that_keeps_cores_busy_is_over_before_the_pass(
-    store: FaultyStore,
-    engine: FakePagedModel,
-    workers: list[ReceiverWorker],
-    monkeypatch: pytest.MonkeyPatch,
+    loading: ReceiverWorker, engine: FakePagedModel, released: threading.Event
 ) -> None:
-    released = held_from_layer_2(store, monkeypatch)
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
-    workers.append(worker)
-    worker.start([job("[0,0)")])
-    worker._now[0]._core_seconds = 1e9
-    passing = threading.Thread(target=worker.wait_for_layer, args=(0,))
+    loading._now[0]._core_seconds = 1e9
+    passing = threading.Thread(target=loading.wait_for_layer, args=(0,))
     passing.start()
     passing.join(0.2)
     assert passing.is_alive()
@@ -503,7 +504,7 @@ def test_a_load_that_keeps_cores_busy_is_over_before_the_pass(
     passing.join(30)
     assert not passing.is_alive()
     assert_mixed(engine, job("[0,0)"))
-    assert worker.end_step().reports["r"].wait_seconds > 0
+    assert loading.end_step().reports["r"].wait_seconds > 0
 
 
 def test_no_timeline_is_kept_unasked(
