@@ -102,8 +102,12 @@ class LMCacheStore(Store):
             if self._is_closed:
                 return
             self._is_closed = True
-        # LMCache frees memory that its writers still read, which takes the process down.
-        self._has_written(deadline_in(_CLOSE_SECONDS))
+        # LMCache frees memory that is still read, which takes the process down.
+        deadline = deadline_in(_CLOSE_SECONDS)
+        self._has_written(deadline)
+        with self._changed:
+            left = max(0.0, deadline - time.monotonic())
+            self._changed.wait_for(lambda: not self._lent_bytes, left)
         with suppress(Exception):  # a backend that does not answer is left behind
             self._calls.call(partial(_close_manager, self._manager), deadline_in(_CLOSE_SECONDS))
         loop = self._manager.loop
@@ -157,9 +161,15 @@ class LMCacheStore(Store):
         self, names: Sequence[ObjectName], deadline: float, lent: ExitStack
     ) -> list[Tensor | None]:
         self._require_open()
-        read = partial(self._read_now, names, deadline)
-        found, held = self._calls.call(read, deadline, drop=lambda late: late[1].close())
-        lent.push(held)
+        keys = [self._key(name) for name in names]
+        found = self._read_memory(keys, lent)
+        absent = [i for i, buffer in enumerate(found) if buffer is None]
+        if absent:
+            read = partial(self._read_now, [keys[i] for i in absent], deadline)
+            others, held = self._calls.call(read, deadline, drop=lambda late: late[1].close())
+            lent.push(held)
+            for i, buffer in zip(absent, others, strict=True):
+                found[i] = buffer
         return found
 
     def _forget(self, name: ObjectName) -> None:
@@ -174,10 +184,17 @@ class LMCacheStore(Store):
             absent = absent[self._count_remote([keys[i] for i in absent], deadline) :]
         return absent[0] if absent else len(keys)
 
+    def _read_memory(self, keys: Sequence[Any], lent: ExitStack) -> list[Tensor | None]:
+        """What this process's memory holds; nothing there can hang, so no thread is in between."""
+        memory = next((each for each in self._local_backends() if str(each) == _MEMORY), None)
+        if memory is None:
+            return [None] * len(keys)
+        found = map(memory.get_blocking, keys)
+        return [None if each is None else self._lent(each, lent) for each in found]
+
     def _read_now(
-        self, names: Sequence[ObjectName], deadline: float
+        self, keys: Sequence[Any], deadline: float
     ) -> tuple[list[Tensor | None], ExitStack]:
-        keys = [self._key(name) for name in names]
         with ExitStack() as held:
             found = [self._read_local(key, held) for key in keys]
             absent = [i for i, buffer in enumerate(found) if buffer is None]
@@ -194,7 +211,7 @@ class LMCacheStore(Store):
             except (OSError, KeyError, AssertionError):  # its file is gone, or memory is full
                 continue
             if memory is not None:
-                return self._lent(key, memory, held)
+                return self._kept(key, memory, held)
         return None
 
     def _read_remote(
@@ -219,7 +236,7 @@ class LMCacheStore(Store):
                     found.append(None)
                     self._require_absent(connection, key, deadline)
                 else:
-                    found.append(self._lent(key, memory, held))
+                    found.append(self._kept(key, memory, held))
         finally:
             for future in running:
                 future.add_done_callback(_release)
@@ -275,29 +292,37 @@ class LMCacheStore(Store):
                 self._drop(connection)
                 raise
 
-    def _lent(self, key: Any, memory: Any, held: ExitStack) -> Tensor:
+    def _kept(self, key: Any, memory: Any, held: ExitStack) -> Tensor:
+        """As `_lent`, an object that came from elsewhere: it is in memory for the next reader."""
+        for backend in self._local_backends():
+            if str(backend) == _MEMORY and not backend.contains(key):
+                backend.batched_submit_put_task([key], [memory])
+        return self._lent(memory, held)
+
+    def _lent(self, memory: Any, held: ExitStack) -> Tensor:
         """The object's bytes in LMCache's memory, which does not reuse it while they are held.
 
         Past a quarter of it they are copied out, since what is read next needs room too.
         """
         lent: Tensor = memory.tensor
         num_bytes = _memory_bytes(lent.nbytes)
-        with ExitStack() as until_copied:
-            until_copied.callback(memory.ref_count_down)
-            for backend in self._local_backends():
-                if str(backend) == _MEMORY and not backend.contains(key):
-                    backend.batched_submit_put_task([key], [memory])
-            with self._changed:
-                if self._lent_bytes + num_bytes > self._most_lent_bytes:
-                    return lent.clone()
-                self._lent_bytes += num_bytes
-            held.push(until_copied.pop_all())
-            held.callback(self._returned, num_bytes)
+        with self._changed:
+            self._require_open()
+            self._lent_bytes += num_bytes
+            is_too_much = self._lent_bytes > self._most_lent_bytes
+        if is_too_much:
+            try:
+                return lent.clone()
+            finally:
+                self._returned(memory, num_bytes)
+        held.callback(self._returned, memory, num_bytes)
         return lent
 
-    def _returned(self, num_bytes: int) -> None:
+    def _returned(self, memory: Any, num_bytes: int) -> None:
+        memory.ref_count_down()
         with self._changed:
             self._lent_bytes -= num_bytes
+            self._changed.notify_all()
 
     def _wait_for_room(self, num_bytes: int) -> None:
         # Pending objects cannot be evicted, and reading needs room too.

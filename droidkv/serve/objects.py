@@ -86,7 +86,9 @@ def encode(name: ObjectName, tensors: Sequence[Tensor]) -> Tensor:
         slot.copy_(tensor)
     fields = _FIELDS.pack(*_header(name, tensors[0].dtype, shape), num_bytes)
     fields = fields.ljust(_CHECKED_BYTES, b"\0")
-    header = bytearray(fields + _CHECKSUM.pack(_checksum(fields, buffer[HEADER_BYTES:])))
+    header = bytearray(
+        fields + _CHECKSUM.pack(_checksum(fields, buffer[HEADER_BYTES:].numpy().data))
+    )
     buffer[:HEADER_BYTES] = torch.frombuffer(header, dtype=torch.uint8)
     return buffer
 
@@ -103,19 +105,20 @@ def decode(name: ObjectName, buffer: Tensor) -> Tensor:
     """
     if buffer.numel() < HEADER_BYTES:
         raise _miss(MissReason.SHORT, name, f"at least {HEADER_BYTES} bytes", buffer.numel())
-    head = buffer[:HEADER_BYTES].numpy().tobytes()
+    raw = buffer.numpy().data
+    head = raw[:HEADER_BYTES].tobytes()
     magic, version, kind, dtype, namespace, index, chunk_hash, layer, *shape, num_bytes = (
         _FIELDS.unpack_from(head)
     )
     if magic != _MAGIC or version != STORE_FORMAT_VERSION:
         wanted = f"an object of format {STORE_FORMAT_VERSION}"
         raise _miss(MissReason.CORRUPT, name, wanted, f"{magic!r}, version {version}")
-    body = buffer[HEADER_BYTES:]
-    if body.numel() < num_bytes:
-        raise _miss(MissReason.SHORT, name, f"{num_bytes} bytes of tensors", body.numel())
-    body = body[:num_bytes]
+    stop = HEADER_BYTES + num_bytes
+    if len(raw) < stop:
+        left = len(raw) - HEADER_BYTES
+        raise _miss(MissReason.SHORT, name, f"{num_bytes} bytes of tensors", left)
     (expected,) = _CHECKSUM.unpack_from(head, _CHECKED_BYTES)
-    checksum = _checksum(head[:_CHECKED_BYTES], body)
+    checksum = _checksum(head[:_CHECKED_BYTES], raw[HEADER_BYTES:stop])
     if checksum != expected:
         raise _miss(MissReason.CORRUPT, name, f"checksum {expected:016x}", f"{checksum:016x}")
     if namespace.hex() != name.key.namespace:
@@ -129,7 +132,7 @@ def decode(name: ObjectName, buffer: Tensor) -> Tensor:
     torch_dtype = getattr(torch, _text(dtype))
     if num_bytes != math.prod(shape) * torch_dtype.itemsize:
         raise _miss(MissReason.CORRUPT, name, f"a tensor of shape {shape}", f"{num_bytes} bytes")
-    return body.view(torch_dtype).view(shape)
+    return buffer[HEADER_BYTES:stop].view(torch_dtype).view(shape)
 
 
 def _header(name: ObjectName, dtype: torch.dtype, shape: tuple[int, ...]) -> list[bytes | int]:
@@ -147,9 +150,9 @@ def _header(name: ObjectName, dtype: torch.dtype, shape: tuple[int, ...]) -> lis
     ]
 
 
-def _checksum(header: bytes, body: Tensor) -> int:
+def _checksum(header: bytes, body: memoryview) -> int:
     checksum = xxhash.xxh3_64(header)
-    checksum.update(body.numpy().data)
+    checksum.update(body)
     return checksum.intdigest()
 
 

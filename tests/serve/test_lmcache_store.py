@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ from droidkv.serve import verbs
 from droidkv.serve.breaker import MOST_FAILURES, REST_SECONDS, Breaker
 from droidkv.serve.connector_plan import SaveJob
 from droidkv.serve.keys import ChunkKey, chunk_keys
-from droidkv.serve.lmcache_settings import LMCacheSettings
+from droidkv.serve.lmcache_settings import SOCKET_SECONDS, LMCacheSettings
 from droidkv.serve.objects import MissReason, ObjectKind, ObjectName
 from droidkv.serve.sender_worker import ChunkEnd, SenderWorker
 from droidkv.serve.store import Store, coverage, deadline_in
@@ -53,6 +54,7 @@ from droidkv.serve.store import Store, coverage, deadline_in
 if find_spec("lmcache") is None:  # importing it here would be too early: see conftest.py
     pytest.skip("lmcache is not installed (make test-serve)", allow_module_level=True)
 
+from droidkv.serve import lmcache_store
 from droidkv.serve.lmcache_store import LMCacheStore, open_lmcache
 
 SETTINGS = LMCacheSettings(chunk_tokens=CHUNK_TOKENS, max_local_cpu_gib=0.02, put_seconds=60.0)
@@ -308,6 +310,39 @@ def test_what_is_lent_is_not_evicted_and_is_all_given_back(tmp_path: Path) -> No
         memory.get_ref_count() for memory in store._manager.local_cpu_backend.hot_cache.values()
     ]
     assert held and set(held) == {1}
+    store.close()
+
+
+def test_a_store_is_closed_once_what_it_lent_is_given_back() -> None:
+    store = LMCacheStore(SETTINGS)
+    pair = random_kv()
+    store.put_kv(KEYS[0], 0, *pair)
+    closing = threading.Thread(target=store.close)
+    with store.lent_kv_chunks(KEYS[:1], 0, soon()) as lent:
+        closing.start()
+        closing.join(0.5)
+        assert closing.is_alive()
+        assert all(map(torch.equal, lent[0], pair))
+        assert miss_reason(lambda: store.get_kv(KEYS[0], 0, soon())) is MissReason.BACKEND_DOWN
+    closing.join(SOCKET_SECONDS)  # less than it would wait for what is never given back
+    assert not closing.is_alive()
+
+
+def test_what_memory_holds_is_read_while_every_thread_is_stuck() -> None:
+    store, pair = LMCacheStore(SETTINGS), random_kv()
+    store.put_kv(KEYS[0], 0, *pair)
+    ended, stuck = threading.Event(), []
+
+    def stick() -> None:
+        stuck.append(threading.current_thread())
+        ended.wait()
+
+    while len(stuck) < lmcache_store._NUM_THREADS:  # a call may be given up before it begins
+        with pytest.raises(TimeoutError):
+            store._calls.call(stick, deadline_in(0.05))
+    assert all(map(torch.equal, store.get_kv(KEYS[0], 0, soon()), pair))
+    assert miss_reason(lambda: store.get_kv(KEYS[1], 0, deadline_in(0.1))) is MissReason.TIMEOUT
+    ended.set()
     store.close()
 
 
