@@ -192,12 +192,12 @@ def train_by_recipe(console: Console, pair: Pair, output: Path | None, options: 
         options: What `run_options` gave.
     """
     from droidkv.pair_file import write_pair
-    from droidkv.training.checkpoints import Checkpoints
+    from droidkv.training.checkpoints import require_new
     from droidkv.training.pairs import load_base, output_of, train_pair
     from droidkv.training.run import TrainSettings
 
     target = output or output_of(pair)
-    Checkpoints(target)  # refuses a folder that is there, before a model is loaded and timed
+    require_new(target)  # before a model is loaded and timed
     is_new = pair.path is not None and not pair.path.exists()
     console.resume_hint = (
         f"checkpoints go to {target}.training; the same command goes on from the last one"

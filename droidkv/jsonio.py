@@ -163,8 +163,22 @@ def read_json(
     return parse_json(_read_text(path, error, max_bytes), str(path), error, max_depth)
 
 
-def parse_json(text: str, where: str, error: type[DroidKVError], max_depth: int = MAX_DEPTH) -> Any:
-    """`read_json` for a text that was read already; `where` names it in messages."""
+def parse_json(
+    text: str,
+    where: str,
+    error: type[DroidKVError],
+    max_depth: int = MAX_DEPTH,
+    first_line: int = 1,
+) -> Any:
+    """`read_json` for a text that was read already.
+
+    Args:
+        text: The text.
+        where: Names it in messages.
+        error: As `read_json`.
+        max_depth: As `read_json`.
+        first_line: Number of its first line in what `where` names.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
@@ -179,15 +193,16 @@ def parse_json(text: str, where: str, error: type[DroidKVError], max_depth: int 
             raise error(f"{where}: expected numbers that a float can hold, got {digits[:40]}")
         return number
 
-    _check_json_tokens(text, where, error, max_depth)
+    _check_json_tokens(text, where, error, max_depth, first_line)
     try:
         value = json.loads(text, object_pairs_hook=unique, parse_float=finite)
         if _SURROGATE_ESCAPE.search(text):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as cause:
+        line = cause.lineno + first_line - 1
         raise error(
-            f"{where}, line {cause.lineno}, column {cause.colno}: expected JSON, got something "
-            f"else ({cause.msg}); the file is truncated or not JSON: restore or remake it"
+            f"{where}, line {line}, column {cause.colno}: expected JSON, got something else "
+            f"({cause.msg}); the file is truncated or not JSON: restore or remake it"
         ) from cause
     except UnicodeEncodeError as cause:
         raise error(f"{where}: expected Unicode text, got a lone surrogate in a string") from cause
@@ -270,9 +285,11 @@ def _read_text(path: str | os.PathLike[str], error: type[DroidKVError], max_byte
         ) from cause
 
 
-def _check_json_tokens(text: str, where: str, error: type[DroidKVError], max_depth: int) -> None:
+def _check_json_tokens(
+    text: str, where: str, error: type[DroidKVError], max_depth: int, first_line: int
+) -> None:
     def fail(position: int, message: str) -> NoReturn:
-        line = text.count("\n", 0, position) + 1
+        line = text.count("\n", 0, position) + first_line
         column = position - text.rfind("\n", 0, position)
         raise error(f"{where}, line {line}, column {column}: {message}")
 

@@ -59,8 +59,8 @@ def read_audit(path: Path) -> list[AuditRecord]:
     lines = text.split("\n")[:-1]
     records = []
     for number, line in enumerate(lines, start=1):
-        where = f"{path}, line {number}"
-        records.append(record_from_json(parse_json(line, where, ServeError), where))
+        table = parse_json(line, str(path), ServeError, first_line=number)
+        records.append(record_from_json(table, f"{path}, line {number}"))
     return records
 
 

@@ -19,8 +19,7 @@ import numpy as np
 
 from droidkv.bench.prefill import middle_group
 from droidkv.bench.timing import rounded, run_table
-from droidkv.calibration_fit import prediction_error
-from droidkv.costs import ModelShape, plan_bytes, transition_bytes
+from droidkv.costs import ModelShape, plan_bytes
 from droidkv.errors import PlanError, ServeError
 from droidkv.loading import DTYPES
 from droidkv.model_identity import load_config
@@ -31,7 +30,7 @@ from droidkv.quality import NUM_RESAMPLES, percentile_interval
 from droidkv.run_folder import Progress, no_progress
 from droidkv.serve.audit import record_from_json
 from droidkv.serve.connector_plan import LOAD_ORDERS, AuditRecord
-from droidkv.serve.link_model import calibration_of_runs, predicted_seconds
+from droidkv.serve.link_model import LinkRuns, link_table
 from droidkv.serve.opening import check_address
 from droidkv.serve.settings import DEFAULT_CHUNK_TOKENS
 from droidkv.serve.ttft_engines import EngineProcess, timed_engines
@@ -245,79 +244,18 @@ class _Bench:
             asked = {"plan": str(plan), "order": order}
             return self._reuse(prefix + suffix, num_tokens, asked, bandwidth)
 
-        free = [run("streamed") for _ in range(settings.repeats + 1)][1:]
-        num_bytes = plan_bytes(shape, plan, num_tokens)
-        sweep, all_free = [], [*free]
+        links = [LinkRuns(None, [run("streamed") for _ in range(settings.repeats + 1)][1:])]
         for factor in settings.link_factors:
             # Of what was measured last, so that load over compute comes out near the factor.
-            bandwidth = num_bytes / (factor * _median_seconds(free))
-            free, runs = [], {order: [] for order in LOAD_ORDERS}  # type: ignore[var-annotated]
+            load = factor * links[-1].compute_seconds
+            link = LinkRuns(plan_bytes(shape, plan, num_tokens) / load)
             for repeat in range(settings.repeats):
-                free.append(run("streamed"))
+                link.free.append(run("streamed"))
                 for order in LOAD_ORDERS:
-                    runs[order].append(run(order, bandwidth))
+                    link.runs[order].append(run(order, link.bytes_per_second))
                 self._on_progress(f"ttft, link x{factor:g}", repeat + 1, settings.repeats)
-            sweep.append((bandwidth, _median_seconds(free), runs))
-            all_free += free
-        calibration = calibration_of_runs(
-            shape, plan, num_tokens, settings.suffix_tokens, all_free, "", settings.dtype
-        )
-        rows: list[dict[str, Any]] = []
-        for bandwidth, compute, runs in sweep:
-            load = num_bytes / bandwidth
-            bound = max(load, compute)
-            first_e = transition_bytes(shape, plan, num_tokens) / bandwidth
-            for order in LOAD_ORDERS:
-                seconds = _median_seconds(runs[order])
-                predicted = predicted_seconds(
-                    shape,
-                    plan,
-                    num_tokens,
-                    settings.suffix_tokens,
-                    calibration,
-                    bandwidth,
-                    order,
-                )
-                waits = median(record.report.wait_seconds for _, record in runs[order])
-                rows.append(
-                    {
-                        "order": order,
-                        "bytes_per_second": round(bandwidth),
-                        "load_seconds": rounded(load),
-                        "compute_seconds": rounded(compute),
-                        "load_over_compute": rounded(load / compute),
-                        "first_e_seconds": rounded(first_e),
-                        "seconds": rounded(seconds),
-                        "seconds_all": [rounded(each) for each, _ in runs[order]],
-                        "wait_seconds": rounded(waits),
-                        "predicted_seconds": rounded(predicted),
-                        "over_bound": rounded(seconds / bound),
-                        "over_bound_and_first_e": rounded(seconds / (bound + first_e)),
-                    }
-                )
-        error = prediction_error(
-            [row["predicted_seconds"] for row in rows], [row["seconds"] for row in rows]
-        )
-        return {
-            "prefix_tokens": num_tokens,
-            "plan": str(plan),
-            "num_bytes": num_bytes,
-            "compute_seconds": rounded(_median_seconds(all_free)),
-            "rows": rows,
-            "all_first_over_streamed": [
-                {
-                    "load_over_compute": streamed["load_over_compute"],
-                    "ratio": rounded(all_first["seconds"] / streamed["seconds"]),
-                }
-                for all_first, streamed in zip(
-                    (row for row in rows if row["order"] == "all_first"),
-                    (row for row in rows if row["order"] == "streamed"),
-                    strict=True,
-                )
-            ],
-            "prediction_median_percent": round(error.median_percent, 2),
-            "prediction_max_percent": round(error.max_percent, 2),
-        }
+            links.append(link)
+        return link_table(shape, plan, num_tokens, settings.suffix_tokens, settings.dtype, links)
 
     def _store(self, prefix: Sequence[int]) -> None:
         self._ask("sender", [*prefix, _FIRST_TOKEN_ID])
@@ -422,7 +360,3 @@ def _overhead(with_it: Sequence[float], without: Sequence[float]) -> dict[str, A
         "overhead_percent_low": round(interval.low, 2),
         "overhead_percent_high": round(interval.high, 2),
     }
-
-
-def _median_seconds(runs: Sequence[tuple[float, AuditRecord]]) -> float:
-    return median(seconds for seconds, _ in runs)

@@ -20,6 +20,19 @@ from droidkv.tasks import Task
 _RUN_RECORD = "run.json"
 
 
+def require_new(output: Path) -> None:
+    """Do nothing if there is no folder yet where a run is to make one.
+
+    Raises:
+        StorageError: There is.
+    """
+    if output.exists():
+        raise StorageError(
+            f"expected no folder at {output}, which the trained receiver will be; "
+            "remove it, or name another: droidkv pair train PAIR --output FOLDER"
+        )
+
+
 class Checkpoints:
     """The folder `OUTPUT.training`, there until the output is written whole.
 
@@ -31,11 +44,7 @@ class Checkpoints:
     """
 
     def __init__(self, output: Path) -> None:
-        if output.exists():
-            raise StorageError(
-                f"expected no folder at {output}, which the trained receiver will be; "
-                "remove it, or name another: droidkv pair train PAIR --output FOLDER"
-            )
+        require_new(output)
         self.output = output
         self.folder = output.with_name(output.name + ".training")
 

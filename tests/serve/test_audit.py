@@ -78,7 +78,7 @@ def test_a_line_that_a_killed_server_began_is_left_out(tmp_path: Path) -> None:
 )
 def test_a_broken_line_is_named(broken: str, tmp_path: Path) -> None:
     path = write(tmp_path / "audit.jsonl", line(REUSED), broken)
-    with pytest.raises(ServeError, match="line 2"):
+    with pytest.raises(ServeError, match=r"audit\.jsonl, line 2(?!.*line )"):
         read_audit(path)
 
 
