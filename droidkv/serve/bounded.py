@@ -70,7 +70,9 @@ class BoundedCalls:
             if future.cancel() or not future.done():
                 future.add_done_callback(partial(_drop_result, drop))
                 raise TimeoutError("it did not return by the deadline") from None
-            raise  # the call's own
+            return future.result()  # it came this very moment, or timed out by itself
+        finally:
+            del future  # an error's traceback holds this frame, and the future the error
 
     def stop(self, deadline: float) -> None:
         """End the threads, and wait for those that are not stuck.

@@ -1,20 +1,19 @@
 """The store on LMCache's storage manager: its tiers, its eviction, its remote backends.
 
-The only file that imports lmcache, and only when a store is opened: the import takes seconds, and
-while vLLM builds its configuration it would break vLLM's in-process engine.
+LMCache is imported only when a store is opened: the import takes seconds, and while vLLM builds its
+configuration it would break vLLM's in-process engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import inspect
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from droidkv.errors import StorageError, require_extra
 from droidkv.serve.bounded import BoundedCalls
+from droidkv.serve.lmcache_manager import MEMORY, REMOTE, close_manager, start_manager
 from droidkv.serve.lmcache_settings import SOCKET_SECONDS, LMCacheSettings
 from droidkv.serve.objects import MissReason, ObjectKind, ObjectName, StoreMiss
 from droidkv.serve.store import Store, deadline_in
@@ -39,7 +39,6 @@ _CLOSE_SECONDS = 2 * SOCKET_SECONDS
 _STOP_SECONDS = 1.0
 _MOST_KEYS_WATCHED = 4096  # before those that are written are let go of
 _PAGE_BYTES = 4096  # what LMCache rounds an object's memory up to
-_MEMORY, _REMOTE = "LocalCPUBackend", "RemoteBackend"
 
 Future = concurrent.futures.Future[Any]
 
@@ -67,18 +66,20 @@ class LMCacheStore(Store):
         self._calls = BoundedCalls(_NUM_THREADS, "droidkv-store", keep_to_one_core)
         try:
             self._manager = self._calls.call(
-                partial(_start_manager, settings), deadline_in(_START_SECONDS)
+                partial(start_manager, settings), deadline_in(_START_SECONDS)
             )
         except (OSError, RuntimeError, ValueError, AssertionError) as cause:
             raise StorageError(
                 f"expected to start LMCache with {settings}, but {type(cause).__name__}: {cause}"
             ) from cause
+        self._connecting = BoundedCalls(1, "droidkv-connect", keep_to_one_core)
         self._is_lm = settings.scheme == "lm"
         self._lm_lock: asyncio.Lock | None = None
         self._max_pending_bytes = int(settings.max_local_cpu_gib * _GIB / 2)
         self._pending: dict[Future, int] = {}
         self._most_lent_bytes = int(settings.max_local_cpu_gib * _GIB / 4)
         self._lent_bytes = 0
+        self._num_uses = 0
         self._changed = threading.Condition()
         self._on_disk_soon: set[Any] = set()
         self._gets = threading.Semaphore(_GETS_IN_FLIGHT)
@@ -102,27 +103,29 @@ class LMCacheStore(Store):
             if self._is_closed:
                 return
             self._is_closed = True
-        # LMCache frees memory that is still read, which takes the process down.
+            self._changed.notify_all()
         deadline = deadline_in(_CLOSE_SECONDS)
-        self._has_written(deadline)
-        with self._changed:
-            left = max(0.0, deadline - time.monotonic())
-            self._changed.wait_for(lambda: not self._lent_bytes, left)
+        is_unused = self._has_written(deadline) and self._is_unused(deadline)
+        close = partial(close_manager, self._manager, keep_memory=not is_unused)
         with suppress(Exception):  # a backend that does not answer is left behind
-            self._calls.call(partial(_close_manager, self._manager), deadline_in(_CLOSE_SECONDS))
+            self._calls.call(close, deadline_in(_CLOSE_SECONDS))
         loop = self._manager.loop
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(loop.stop)
-        self._calls.stop(deadline_in(_STOP_SECONDS))
+        for calls in (self._calls, self._connecting):
+            calls.stop(deadline_in(_STOP_SECONDS))
         _OPEN.discard(self)
 
     def _write(self, name: ObjectName, buffer: Tensor) -> Future | None:
-        self._require_open()
+        with self._using_memory():
+            return self._write_now(name, buffer)
+
+    def _write_now(self, name: ObjectName, buffer: Tensor) -> Future | None:
         num_bytes = buffer.numel()
         memory_bytes = _memory_bytes(num_bytes)
         self._wait_for_room(memory_bytes)
         if self._remote is not None:
-            self._connection()
+            self._connection(deadline_in(SOCKET_SECONDS))
         memory = self._manager.allocate(
             torch.Size([num_bytes]), torch.uint8, self._format, busy_loop=False
         )
@@ -133,7 +136,7 @@ class LMCacheStore(Store):
         try:
             memory.tensor.copy_(buffer)
             for backend_name, backend in self._manager.get_active_storage_backends():
-                if backend_name == _REMOTE:
+                if backend_name == REMOTE:
                     writing = self._track(backend.submit_put_task(key, memory), memory_bytes)
                 else:
                     backend.batched_submit_put_task([key], [memory])
@@ -186,16 +189,19 @@ class LMCacheStore(Store):
 
     def _read_memory(self, keys: Sequence[Any], lent: ExitStack) -> list[Tensor | None]:
         """What this process's memory holds; nothing there can hang, so no thread is in between."""
-        memory = next((each for each in self._local_backends() if str(each) == _MEMORY), None)
+        memory = next((each for each in self._local_backends() if str(each) == MEMORY), None)
         if memory is None:
             return [None] * len(keys)
+        with memory.cpu_lock:  # LMCache itself never says what was used
+            for key in filter(memory.hot_cache.__contains__, keys):
+                memory.cache_policy.update_on_hit(key, memory.hot_cache)
         found = map(memory.get_blocking, keys)
         return [None if each is None else self._lent(each, lent) for each in found]
 
     def _read_now(
         self, keys: Sequence[Any], deadline: float
     ) -> tuple[list[Tensor | None], ExitStack]:
-        with ExitStack() as held:
+        with self._using_memory(), ExitStack() as held:
             found = [self._read_local(key, held) for key in keys]
             absent = [i for i, buffer in enumerate(found) if buffer is None]
             if absent and self._remote is not None:
@@ -222,14 +228,15 @@ class LMCacheStore(Store):
         None is ever cancelled: cancelling a call of LMCache's Redis client ends one of the four
         workers that serve all its calls.
         """
-        connection = self._connection()
+        connection = self._connection(deadline)
         waiting, running = deque(keys), deque[Future]()
         found: list[Tensor | None] = []
         try:
             for key in keys:
                 while waiting and self._may_get(deadline, wait=not running):
+                    self._begin_use()
                     running.append(self._submit(connection, connection.get, waiting.popleft()))
-                    running[-1].add_done_callback(lambda _: self._gets.release())
+                    running[-1].add_done_callback(self._got)
                 memory = _result(running[0], deadline)
                 running.popleft()
                 if memory is None:
@@ -238,9 +245,13 @@ class LMCacheStore(Store):
                 else:
                     found.append(self._kept(key, memory, held))
         finally:
-            for future in running:
-                future.add_done_callback(_release)
+            while running:  # none stays in this frame, see `_result`
+                running.popleft().add_done_callback(_release)
         return found
+
+    def _got(self, _: Future) -> None:
+        self._gets.release()
+        self._end_use()
 
     def _may_get(self, deadline: float, wait: bool) -> bool:
         if self._gets.acquire(blocking=False):
@@ -259,7 +270,7 @@ class LMCacheStore(Store):
             raise StoreMiss(MissReason.SHORT, "the object is there, but could not be read whole")
 
     def _count_remote(self, keys: Sequence[Any], deadline: float) -> int:
-        connection = self._connection()
+        connection = self._connection(deadline)
         for start in range(0, len(keys), _LOOKUPS_IN_FLIGHT):
             futures = [
                 self._submit(connection, connection.exists, key)
@@ -295,7 +306,7 @@ class LMCacheStore(Store):
     def _kept(self, key: Any, memory: Any, held: ExitStack) -> Tensor:
         """As `_lent`, an object that came from elsewhere: it is in memory for the next reader."""
         for backend in self._local_backends():
-            if str(backend) == _MEMORY and not backend.contains(key):
+            if str(backend) == MEMORY and not backend.contains(key):
                 backend.batched_submit_put_task([key], [memory])
         return self._lent(memory, held)
 
@@ -318,6 +329,31 @@ class LMCacheStore(Store):
         held.callback(self._returned, memory, num_bytes)
         return lent
 
+    @contextmanager
+    def _using_memory(self) -> Iterator[None]:
+        """LMCache's memory is read or written: it is not freed meanwhile."""
+        self._begin_use()
+        try:
+            yield
+        finally:
+            self._end_use()
+
+    def _begin_use(self) -> None:
+        with self._changed:
+            self._require_open()
+            self._num_uses += 1
+
+    def _end_use(self) -> None:
+        with self._changed:
+            self._num_uses -= 1
+            self._changed.notify_all()
+
+    def _is_unused(self, deadline: float) -> bool:
+        """Wait until nobody reads or writes LMCache's memory; False if that took longer."""
+        with self._changed:
+            left = max(0.0, deadline - time.monotonic())
+            return self._changed.wait_for(lambda: not self._num_uses and not self._lent_bytes, left)
+
     def _returned(self, memory: Any, num_bytes: int) -> None:
         memory.ref_count_down()
         with self._changed:
@@ -326,12 +362,14 @@ class LMCacheStore(Store):
 
     def _wait_for_room(self, num_bytes: int) -> None:
         # Pending objects cannot be evicted, and reading needs room too.
-        def has_room() -> bool:
-            return sum(self._pending.values()) + num_bytes <= self._max_pending_bytes
+        def may_go_on() -> bool:
+            pending_bytes = sum(self._pending.values())
+            return self._is_closed or pending_bytes + num_bytes <= self._max_pending_bytes
 
         with self._changed:
-            if not self._changed.wait_for(has_room, self.settings.put_seconds):
+            if not self._changed.wait_for(may_go_on, self.settings.put_seconds):
                 raise TimeoutError("earlier objects did not leave in time")
+            self._require_open()
 
     def _track(self, future: Future, num_bytes: int) -> Future:
         """Count a write as pending until all who wait for the end that is returned have heard."""
@@ -374,17 +412,23 @@ class LMCacheStore(Store):
 
     @property
     def _remote(self) -> Any:
-        return self._manager.storage_backends.get(_REMOTE)
+        return self._manager.storage_backends.get(REMOTE)
 
     def _local_backends(self) -> Iterator[Any]:
         for name, backend in self._manager.get_active_storage_backends():
-            if name != _REMOTE:
+            if name != REMOTE:
                 yield backend
 
-    def _connection(self) -> Any:
+    def _connection(self, deadline: float) -> Any:
         remote = self._remote
+
+        def connect() -> None:
+            if remote.connection is None:
+                remote.init_connection()
+
         if remote.connection is None:
-            self._calls.call(remote.init_connection, deadline_in(SOCKET_SECONDS))
+            # Not in the threads of those who wait for it, who may be all there are.
+            self._connecting.call(connect, min(deadline, deadline_in(SOCKET_SECONDS)))
         connection = remote.connection
         if connection is None:
             raise ConnectionError(f"no connection to {self.settings.remote_url}")
@@ -424,50 +468,6 @@ def _memory_bytes(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
-def _start_manager(settings: LMCacheSettings) -> Any:
-    config_module = require_extra("lmcache.v1.config", "store")
-    metadata_module = require_extra("lmcache.v1.metadata", "store")
-    events_module = require_extra("lmcache.v1.event_manager", "store")
-    manager_module = require_extra("lmcache.v1.storage_backend.storage_manager", "store")
-    config = config_module.LMCacheEngineConfig.from_defaults(
-        chunk_size=settings.chunk_tokens,
-        local_cpu=settings.keep_local,
-        max_local_cpu_size=settings.max_local_cpu_gib,
-        local_disk=None if settings.local_disk is None else f"{settings.local_disk}/",
-        max_local_disk_size=settings.max_local_disk_gib,
-        remote_url=settings.lmcache_url,
-        remote_serde="naive",
-        use_layerwise=True,
-        extra_config={"save_chunk_meta": True},
-    )
-    metadata = metadata_module.LMCacheMetadata(
-        model_name="droidkv",
-        world_size=1,
-        local_world_size=1,
-        worker_id=0,
-        local_worker_id=0,
-        kv_dtype=torch.uint8,
-        kv_shape=(1, 2, settings.chunk_tokens, 1, 1),
-        chunk_size=settings.chunk_tokens,
-    )
-    manager = manager_module.StorageManager(config, metadata, events_module.EventManager())
-    # Its clients allocate on the event loop, and would spin there for ever where memory is full.
-    memory = manager.local_cpu_backend
-    memory.allocate = partial(memory.allocate, busy_loop=False)
-    return manager
-
-
-def _close_manager(manager: Any) -> None:
-    remote = manager.storage_backends.get(_REMOTE)
-    if remote is not None and remote.connection is not None:
-        client = remote.connection.getWrappedConnector()
-        executor = getattr(client, "pq_executor", None)
-        if executor is not None and not inspect.iscoroutinefunction(executor.shutdown):
-            # LMCache awaits the blocking one on the loop that it waits for.
-            executor.shutdown = executor.shutdown_async
-    manager.close()
-
-
 def _result(future: Future, deadline: float) -> Any:
     try:
         return future.result(max(0.0, deadline - time.monotonic()))
@@ -475,6 +475,11 @@ def _result(future: Future, deadline: float) -> Any:
         if future.done():
             raise  # the call's own
         raise TimeoutError("LMCache did not answer by the deadline") from None
+    finally:
+        # An error's traceback holds this frame, and the future the error; with them goes the memory
+        # that LMCache took for it. In a circle it would be given back by the garbage collector,
+        # perhaps within LMCache's own lock, which then waits for itself.
+        del future
 
 
 def _release(future: Future) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import concurrent.futures
 import subprocess
 import sys
 import threading
@@ -7,6 +8,7 @@ import time
 
 import pytest
 
+from droidkv.serve import bounded
 from droidkv.serve.bounded import BoundedCalls
 from droidkv.serve.store import deadline_in
 
@@ -26,6 +28,22 @@ def test_a_call_returns_or_raises_what_the_function_does() -> None:
         calls.call(fail, deadline_in(10))
     with pytest.raises(TimeoutError, match="its own"):
         calls.call(time_out, deadline_in(10))
+    calls.stop(deadline_in(10))
+
+
+def test_what_comes_as_the_deadline_passes_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class JustLate(concurrent.futures.Future[object]):
+        def result(self, timeout: float | None = None) -> object:
+            found = super().result()
+            if timeout is not None:
+                raise TimeoutError
+            return found
+
+    monkeypatch.setattr(bounded, "Future", JustLate)
+    calls = BoundedCalls(1, "test")
+    assert calls.call(lambda: 7, deadline_in(0.01)) == 7
+    with pytest.raises(TimeoutError, match="its own"):
+        calls.call(time_out, deadline_in(0.01))
     calls.stop(deadline_in(10))
 
 

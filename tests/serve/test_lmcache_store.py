@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import errno
 import gc
 import hashlib
 import json
@@ -13,8 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -47,7 +52,7 @@ from droidkv.serve.breaker import MOST_FAILURES, REST_SECONDS, Breaker
 from droidkv.serve.connector_plan import SaveJob
 from droidkv.serve.keys import ChunkKey, chunk_keys
 from droidkv.serve.lmcache_settings import SOCKET_SECONDS, LMCacheSettings
-from droidkv.serve.objects import MissReason, ObjectKind, ObjectName
+from droidkv.serve.objects import MissReason, ObjectKind, ObjectName, StoreMiss
 from droidkv.serve.sender_worker import ChunkEnd, SenderWorker
 from droidkv.serve.store import Store, coverage, deadline_in
 
@@ -344,6 +349,137 @@ def test_what_memory_holds_is_read_while_every_thread_is_stuck() -> None:
     assert miss_reason(lambda: store.get_kv(KEYS[1], 0, deadline_in(0.1))) is MissReason.TIMEOUT
     ended.set()
     store.close()
+
+
+def test_memory_lets_go_of_what_was_used_longest_ago() -> None:
+    store = LMCacheStore(replace(SETTINGS, max_local_cpu_gib=MIB / 4))  # 64 pages of 4 KiB
+    keys = chunk_keys(SENDER, range(80 * CHUNK_TOKENS), CHUNK_TOKENS)
+    for key in keys:
+        store.put_hidden(key, 0, random_hidden())
+        store.get_hidden(keys[0], 0, soon())
+    assert not store.contains_hidden(keys[1], [0], soon())
+    store.close()
+
+
+def test_a_disk_that_is_full_keeps_nothing_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LMCacheStore(replace(SETTINGS, local_disk=tmp_path))
+    disk = store._manager.storage_backends["LocalDiskBackend"]
+
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(disk, "write_file", fail)
+        store.put_hidden(KEYS[0], 0, random_hidden())
+        assert store.flush(soon())
+    (memory,) = store._manager.local_cpu_backend.hot_cache.values()
+    assert memory.get_ref_count() == 1
+    assert disk.current_cache_size == 0
+    store.put_hidden(KEYS[0], 0, random_hidden())
+    assert store.flush(soon())
+    assert only_file(tmp_path).exists()
+    store.close()
+
+
+def test_as_many_reads_as_threads_connect_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LMCacheStore(replace(SETTINGS, remote_url=f"fs://{tmp_path}"))
+    remote, connect = store._remote, store._remote.init_connection
+    tried: list[float] = []
+
+    def slowly() -> None:
+        tried.append(time.monotonic())
+        time.sleep(0.2)
+        connect()
+
+    monkeypatch.setattr(remote, "init_connection", slowly)
+    remote.connection = None
+    started = threading.Barrier(lmcache_store._NUM_THREADS)
+
+    def read(_: int) -> MissReason:
+        started.wait()
+        return miss_reason(lambda: store.get_hidden(KEYS[0], 0, soon()))
+
+    with ThreadPoolExecutor(lmcache_store._NUM_THREADS) as readers:
+        reasons = set(readers.map(read, range(lmcache_store._NUM_THREADS)))
+    assert (reasons, len(tried)) == ({MissReason.ABSENT}, 1)
+    store.close()
+
+
+def test_what_a_failed_read_took_is_given_back_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LMCacheStore(replace(SETTINGS, remote_url=f"fs://{tmp_path}"))
+    store.put_hidden(KEYS[0], 0, random_hidden())
+    assert store.flush(soon())
+    taken: list[Any] = []
+
+    async def fail(key: Any) -> None:
+        memory = store._manager.local_cpu_backend.allocate(
+            torch.Size([100]), torch.uint8, store._format
+        )
+        taken.append(weakref.ref(memory))
+        raise OSError("the connection broke")
+
+    monkeypatch.setattr(store._remote.connection, "get", fail)
+    gc.disable()  # it might run within LMCache's lock
+    try:
+        try:
+            store.get_hidden(KEYS[1], 0, soon())
+        except StoreMiss as miss:  # `pytest.raises` would keep it
+            assert miss.reason is MissReason.BACKEND_DOWN
+        time.sleep(0.2)  # for the event loop to let go, too
+        assert [each() for each in taken] == [None]
+    finally:
+        gc.enable()
+    store.close()
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "hangs"])
+def test_memory_is_not_freed_under_a_read(
+    ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LMCacheStore(replace(SETTINGS, remote_url=f"fs://{tmp_path}"))
+    monkeypatch.setattr(lmcache_store, "_CLOSE_SECONDS", 30.0 if ends else 0.5)
+    events: list[str] = []
+    may_end, begun = threading.Event(), threading.Event()
+
+    async def get(key: Any) -> None:
+        begun.set()
+        while not may_end.is_set():
+            await asyncio.sleep(0.01)
+        events.append("read")
+
+    monkeypatch.setattr(store._remote.connection, "get", get)
+    allocator = store._manager.local_cpu_backend.memory_allocator
+    monkeypatch.setattr(allocator, "close", lambda: events.append("freed"))
+    with pytest.raises(StoreMiss):
+        store.get_hidden(KEYS[0], 0, deadline_in(0.2))  # given up, but still under way
+    assert begun.wait(10)
+    if ends:
+        threading.Timer(0.5, may_end.set).start()
+    store.close()
+    assert events == (["read", "freed"] if ends else [])
+    may_end.set()
+
+
+def test_a_put_that_waits_for_room_ends_when_the_store_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(SETTINGS, remote_url=f"fs://{tmp_path}", max_local_cpu_gib=MIB / 4)
+    store = LMCacheStore(settings)
+    monkeypatch.setattr(lmcache_store, "_CLOSE_SECONDS", 0.5)
+    with store._changed:
+        store._pending[concurrent.futures.Future()] = store._max_pending_bytes  # never ends
+    with ThreadPoolExecutor(1) as putting:
+        put = putting.submit(store.put_hidden, KEYS[0], 0, random_hidden())
+        time.sleep(0.2)
+        assert not put.done()
+        store.close()
+        assert put.result(10) is False
 
 
 def only_file(folder: Path) -> Path:
