@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -26,6 +28,10 @@ def start_manager(settings: LMCacheSettings) -> Any:
     metadata_module = require_extra("lmcache.v1.metadata", "store")
     events_module = require_extra("lmcache.v1.event_manager", "store")
     manager_module = require_extra("lmcache.v1.storage_backend.storage_manager", "store")
+    extra: dict[str, Any] = {"save_chunk_meta": True}
+    if settings.scheme == "fs":
+        # By itself it would write where others write the same object, and mix the two.
+        extra["fs_connector_relative_tmp_dir"] = f".writing-{uuid4().hex}"
     config = config_module.LMCacheEngineConfig.from_defaults(
         chunk_size=settings.chunk_tokens,
         local_cpu=settings.keep_local,
@@ -35,7 +41,7 @@ def start_manager(settings: LMCacheSettings) -> Any:
         remote_url=settings.lmcache_url,
         remote_serde="naive",
         use_layerwise=True,
-        extra_config={"save_chunk_meta": True},
+        extra_config=extra,
     )
     metadata = metadata_module.LMCacheMetadata(
         model_name="droidkv",
@@ -78,6 +84,7 @@ def close_manager(manager: Any, keep_memory: bool = False) -> None:
             would take the process down.
     """
     remote = manager.storage_backends.get(REMOTE)
+    client: Any = None
     if remote is not None and remote.connection is not None:
         client = remote.connection.getWrappedConnector()
         executor = getattr(client, "pq_executor", None)
@@ -87,3 +94,7 @@ def close_manager(manager: Any, keep_memory: bool = False) -> None:
     if keep_memory:
         manager.local_cpu_backend.memory_allocator.close = lambda: None
     manager.close()
+    if (written_in := getattr(client, "relative_tmp_dir", None)) is not None:
+        for folder in client.base_paths:
+            with suppress(OSError):  # what was being written stays
+                (folder / written_in).rmdir()

@@ -124,8 +124,9 @@ class LMCacheStore(Store):
         num_bytes = buffer.numel()
         memory_bytes = _memory_bytes(num_bytes)
         self._wait_for_room(memory_bytes)
+        connection = None
         if self._remote is not None:
-            self._connection(deadline_in(SOCKET_SECONDS))
+            connection = self._connection(deadline_in(SOCKET_SECONDS))
         memory = self._manager.allocate(
             torch.Size([num_bytes]), torch.uint8, self._format, busy_loop=False
         )
@@ -137,7 +138,8 @@ class LMCacheStore(Store):
             memory.tensor.copy_(buffer)
             for backend_name, backend in self._manager.get_active_storage_backends():
                 if backend_name == REMOTE:
-                    writing = self._track(backend.submit_put_task(key, memory), memory_bytes)
+                    put = backend.submit_put_task(key, memory)
+                    writing = self._track(put, memory_bytes, connection)
                 else:
                     backend.batched_submit_put_task([key], [memory])
         finally:
@@ -371,20 +373,20 @@ class LMCacheStore(Store):
                 raise TimeoutError("earlier objects did not leave in time")
             self._require_open()
 
-    def _track(self, future: Future, num_bytes: int) -> Future:
+    def _track(self, future: Future, num_bytes: int, connection: Any) -> Future:
         """Count a write as pending until all who wait for the end that is returned have heard."""
         written = Future()
         with self._changed:
             self._pending[future] = num_bytes
-        future.add_done_callback(partial(self._left, written))
+        future.add_done_callback(partial(self._left, written, connection))
         return written
 
-    def _left(self, written: Future, future: Future) -> None:
+    def _left(self, written: Future, connection: Any, future: Future) -> None:
         error = concurrent.futures.CancelledError() if future.cancelled() else future.exception()
         if error is None:
             written.set_result(None)
         else:
-            if self._is_lm and (connection := self._remote.connection) is not None:
+            if self._is_lm:
                 self._drop(connection)  # the server still waits for the rest of the object
             written.set_exception(error)
         with self._changed:

@@ -53,9 +53,11 @@ def purge(address: str, namespace: str) -> int:
 def _purge_folder(folder: Path, namespace: str) -> int:
     removed = 0
     try:
-        for path in folder.glob(f"{namespace}@*"):
-            path.unlink(missing_ok=True)
-            removed += 1
+        # What lies in folders of their own is half written, perhaps by a process that was killed.
+        for pattern in (f"{namespace}@*", f".writing-*/{namespace}@*"):
+            for path in folder.glob(pattern):
+                path.unlink(missing_ok=True)
+                removed += 1
     except OSError as cause:
         raise StorageError(f"expected to remove files in {folder}, but: {cause}") from cause
     return removed

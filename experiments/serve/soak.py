@@ -83,7 +83,7 @@ def damage(folder: Path, prompts: list[list[int]]) -> int:
     longest = sorted(prompts, key=len)[-NUM_DAMAGED:]
     marks = [bytes.fromhex(chunk_hashes(prompt, CHUNK)[-1]) for prompt in longest]
     damaged = 0
-    for path in folder.iterdir():
+    for path in folder.glob("*.data"):
         whole = path.read_bytes()
         if any(mark in whole[:256] for mark in marks):
             path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -187,7 +187,7 @@ def soak(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     sent = run_engine(folder, spec, {})
     assert sent.returncode == 0, sent.stderr[-3000:]
-    num_stored, num_damaged = len(list(objects.iterdir())), damage(objects, prompts)
+    num_stored, num_damaged = len(list(objects.glob("*.data"))), damage(objects, prompts)
     engine = Engine(folder, "receiver", address)
     traffic = Traffic(models, engine, prompts, args.seed)
     for index in range(NUM_PROMPTS):  # so that memory stays flat when the references are all there

@@ -351,6 +351,23 @@ def test_what_memory_holds_is_read_while_every_thread_is_stuck() -> None:
     store.close()
 
 
+def test_two_stores_write_one_object_in_places_of_their_own(tmp_path: Path) -> None:
+    stores = [LMCacheStore(replace(SETTINGS, remote_url=f"fs://{tmp_path}")) for _ in range(2)]
+    key = stores[0]._key(ObjectName(KEYS[0], ObjectKind.HIDDEN, 0))
+    clients = [store._remote.connection.getWrappedConnector() for store in stores]
+    (final, place), (other_final, other_place) = [
+        client._get_file_and_tmp_path(key) for client in clients
+    ]
+    assert final == other_final
+    assert place != other_place
+    for store in stores:
+        store.put_hidden(KEYS[0], 0, random_hidden())
+        assert store.flush(soon())
+        store.get_hidden(KEYS[0], 0, soon())
+        store.close()
+    assert list(tmp_path.iterdir()) == [final]
+
+
 def test_memory_lets_go_of_what_was_used_longest_ago() -> None:
     store = LMCacheStore(replace(SETTINGS, max_local_cpu_gib=MIB / 4))  # 64 pages of 4 KiB
     keys = chunk_keys(SENDER, range(80 * CHUNK_TOKENS), CHUNK_TOKENS)
@@ -602,11 +619,11 @@ def test_a_full_disk_takes_whole_objects_or_none_and_goes_on_when_there_is_room(
     written = [key for key in keys if ends[key]]
     assert 0 < len(written) < len(keys)
     assert store.stats().put_failures == len(keys) - len(written)
-    assert len(list(small_disk.iterdir())) == len(written)
+    assert len(list(small_disk.glob("*.data"))) == len(written)
     assert [store.contains_kv(key, [0], soon()) for key in keys] == [ends[key] for key in keys]
     store.get_kv_chunks(written, 0, soon())
     lost = next(key for key in keys if not ends[key])
-    for path in small_disk.iterdir():
+    for path in small_disk.glob("*.data"):
         path.unlink()
     store.put_kv(lost, 0, *random_kv(), on_end=partial(ends.__setitem__, lost))
     assert store.flush(soon())

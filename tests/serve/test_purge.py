@@ -17,8 +17,11 @@ MINE, OTHERS = "a" * 64, "b" * 64
 def test_a_folder_is_emptied_of_one_namespace_only(tmp_path: Path) -> None:
     for name in (f"{MINE}@1@0@ff@uint8@0.data", f"{MINE}@1@0@ff@uint8@1.data", f"{OTHERS}@1.data"):
         (tmp_path / name).touch()
-    assert purge(f"fs://{tmp_path}", MINE) == 2
-    assert [path.name for path in tmp_path.iterdir()] == [f"{OTHERS}@1.data"]
+    half_written = tmp_path / ".writing-1" / f"{MINE}@1@0@ff@uint8@2.data"
+    half_written.parent.mkdir()
+    half_written.touch()
+    assert purge(f"fs://{tmp_path}", MINE) == 3
+    assert [path.name for path in tmp_path.rglob("*.data")] == [f"{OTHERS}@1.data"]
     assert purge(f"fs://{tmp_path}/none", MINE) == 0
     with pytest.raises(StorageError, match="absolute"):
         purge("fs://some/folder", MINE)

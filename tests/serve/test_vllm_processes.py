@@ -92,7 +92,7 @@ def backend(name: str, folder: Path) -> Iterator[Backend]:
 
 
 def flip_files(folder: Path, inside: bytes) -> int:
-    paths = [path for path in (folder / "objects").iterdir() if inside in path.read_bytes()]
+    paths = [path for path in (folder / "objects").glob("*.data") if inside in path.read_bytes()]
     for path in paths:
         whole = path.read_bytes()
         path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
