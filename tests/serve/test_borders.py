@@ -31,8 +31,8 @@ def files_naming(package: str) -> set[str]:
     return {path.name for path in paths if package in packages_named(path.read_text("utf-8"))}
 
 
-def test_one_file_knows_lmcache() -> None:
-    assert files_naming("lmcache") == {"lmcache_store.py"}
+def test_lmcache_is_known_by_the_files_that_say_so() -> None:
+    assert files_naming("lmcache") == {"lmcache_store.py", "lmcache_manager.py"}
 
 
 def test_vllm_is_known_by_the_files_that_say_so() -> None:
