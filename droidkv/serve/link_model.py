@@ -68,11 +68,8 @@ def link_table(
         bandwidth = link.bytes_per_second
         if bandwidth is None:
             continue
-        compute, load, first_e = (
-            link.compute_seconds,
-            num_bytes / bandwidth,
-            first_bytes / bandwidth,
-        )
+        compute, load = link.compute_seconds, num_bytes / bandwidth
+        first_e = first_bytes / bandwidth
         bound = max(load, compute)
         seconds = {order: _median_seconds(runs) for order, runs in link.runs.items()}
         for order, runs in link.runs.items():

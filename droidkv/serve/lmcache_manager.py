@@ -11,7 +11,7 @@ from uuid import uuid4
 import torch
 
 from droidkv.errors import require_extra
-from droidkv.serve.lmcache_settings import LMCacheSettings
+from droidkv.serve.lmcache_settings import WRITING_PREFIX, LMCacheSettings
 
 MEMORY, DISK, REMOTE = "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"
 
@@ -31,7 +31,7 @@ def start_manager(settings: LMCacheSettings) -> Any:
     extra: dict[str, Any] = {"save_chunk_meta": True}
     if settings.scheme == "fs":
         # By itself it would write where others write the same object, and mix the two.
-        extra["fs_connector_relative_tmp_dir"] = f".writing-{uuid4().hex}"
+        extra["fs_connector_relative_tmp_dir"] = f"{WRITING_PREFIX}{uuid4().hex}"
     config = config_module.LMCacheEngineConfig.from_defaults(
         chunk_size=settings.chunk_tokens,
         local_cpu=settings.keep_local,

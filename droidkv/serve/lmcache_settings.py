@@ -21,6 +21,8 @@ REMOTE_SCHEMES = tuple(_FORMS)
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 # A stalled server fails a call after this long instead of never.
 SOCKET_SECONDS = 5.0
+# A process writes into a folder of its own, so named, in that of `fs://`.
+WRITING_PREFIX = ".writing-"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from droidkv.errors import ServeError, StorageError, require_extra
-from droidkv.serve.lmcache_settings import LMCacheSettings
+from droidkv.serve.lmcache_settings import WRITING_PREFIX, LMCacheSettings
 
 _BATCH = 500
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -54,7 +54,7 @@ def _purge_folder(folder: Path, namespace: str) -> int:
     removed = 0
     try:
         # What lies in folders of their own is half written, perhaps by a process that was killed.
-        for pattern in (f"{namespace}@*", f".writing-*/{namespace}@*"):
+        for pattern in (f"{namespace}@*", f"{WRITING_PREFIX}*/{namespace}@*"):
             for path in folder.glob(pattern):
                 path.unlink(missing_ok=True)
                 removed += 1
