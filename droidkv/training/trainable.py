@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import torch
 import transformers
 from torch import nn
 
@@ -59,11 +60,7 @@ def check_targets(model: Any, recipe: Recipe) -> None:
     Raises:
         PairError: A target module is unknown, or `first_layer` is past the last layer.
     """
-    known = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and "layers" in name.split(".")
-    }
+    known = {name.rpartition(".")[2] for name, _ in _linear_layers(model)}
     for target in recipe.target_modules if recipe.method == "lora" else ():
         if target not in known:
             raise PairError(unknown_name("target module", target, known))
@@ -78,6 +75,7 @@ def check_targets(model: Any, recipe: Recipe) -> None:
 def _lora(base: LoadedModel, recipe: Recipe) -> Iterator[Trainable]:
     """LoRA matrices beside the weights; with them off, the model is the frozen base."""
     model: Any = base.model.model
+    linear = [module for _, module in _linear_layers(model)]
     layers = list(range(recipe.first_layer, model.config.num_hidden_layers))
     config = peft.LoraConfig(
         r=recipe.rank,
@@ -102,9 +100,23 @@ def _lora(base: LoadedModel, recipe: Recipe) -> Iterator[Trainable]:
             record_base(folder, base.fingerprint.weights, recipe.mode)
 
     try:
-        yield Trainable(tuned, base.model, frozen, write)
+        with _rounded_once(linear) if recipe.autocast else nullcontext():
+            yield Trainable(tuned, base.model, frozen, write)
     finally:
         tuned.unload()
+
+
+@contextmanager
+def _rounded_once(frozen: list[nn.Linear]) -> Iterator[None]:
+    """Frozen layers in bfloat16, to which autocast would round them again at every use."""
+    exact = [layer.weight.data for layer in frozen]
+    try:
+        for layer in frozen:
+            layer.weight.data = layer.weight.data.to(torch.bfloat16)
+        yield
+    finally:
+        for layer, weight in zip(frozen, exact, strict=True):
+            layer.weight.data = weight
 
 
 @contextmanager
@@ -124,6 +136,15 @@ def _full(base: LoadedModel, recipe: Recipe) -> Iterator[Trainable]:
         yield Trainable(model, base.model, lambda: nullcontext(frozen), write)
     finally:
         model.load_state_dict(before.state_dict())
+
+
+def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """The linear layers inside decoder layers, by name."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "layers" in name.split(".")
+    ]
 
 
 def _layer_of(name: str) -> int:

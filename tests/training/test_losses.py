@@ -103,6 +103,25 @@ def test_no_gradient_reaches_the_base(
         assert all(map(torch.equal, kv.values, again.values))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_rounded_once_are_those_that_autocast_rounds_at_every_use(
+    base: LoadedModel, items: list[Item], mode: Mode
+) -> None:
+    rows, found = rows_of(items, base), {}
+    for rounded_once in (False, True):
+        recipe = dataclasses.replace(recipe_of(mode), autocast=rounded_once)
+        with moved(base, recipe) as (ready, losses):
+            frozen = {w.dtype for n, w in ready.module.named_parameters() if "base_layer" in n}
+            assert frozen == {torch.bfloat16 if rounded_once else torch.float32}
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = losses(rows).mean()
+            loss.backward()
+            grads = [w.grad for w in ready.module.parameters() if w.requires_grad]
+            found[rounded_once] = [loss.detach(), *grads]
+    assert all(map(torch.equal, found[False], found[True]))
+    assert {w.dtype for w in base.model.model.parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize("mode", ["prefillshare", "icarus"])
 def test_the_prefix_counts_only_through_the_kv_of_the_base(
     base: LoadedModel, items: list[Item], mode: Mode
