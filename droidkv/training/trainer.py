@@ -65,7 +65,10 @@ class RowTrainer(transformers.Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         model.eval()  # no dropout, here as in what is served
-        loss = self._losses(inputs["rows"]).mean()
+        # transformers leaves autocast to accelerate, which puts it around the model's own forward;
+        # the layers are called one by one here.
+        with self.accelerator.autocast():
+            loss = self._losses(inputs["rows"]).mean()
         return (loss, None) if return_outputs else loss
 
     def prediction_step(
@@ -76,7 +79,7 @@ class RowTrainer(transformers.Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The loss of held-out rows."""
-        with torch.no_grad(), self.compute_loss_context_manager():
+        with torch.no_grad():
             return self.compute_loss(model, inputs).detach(), None, None
 
 

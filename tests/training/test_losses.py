@@ -115,7 +115,7 @@ def test_weights_rounded_once_are_those_that_autocast_rounds_at_every_use(
             assert frozen == {torch.bfloat16 if rounded_once else torch.float32}
             with torch.autocast("cpu", torch.bfloat16):
                 loss = losses(rows).mean()
-            loss.backward()
+            torch.autograd.backward(loss)
             grads = [w.grad for w in ready.module.parameters() if w.requires_grad]
             found[rounded_once] = [loss.detach(), *grads]
     assert all(map(torch.equal, found[False], found[True]))

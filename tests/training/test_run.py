@@ -19,7 +19,7 @@ from droidkv.content import ADAPTER_CONFIG, ADAPTER_WEIGHTS  # noqa: E402
 from droidkv.errors import PairError, StorageError, TaskError  # noqa: E402
 from droidkv.loading import LoadedModel, load_model  # noqa: E402
 from droidkv.pair import ModelRef  # noqa: E402
-from droidkv.recipe import MODES, Mode, Recipe, default_targets  # noqa: E402
+from droidkv.recipe import METHODS, MODES, Method, Mode, Recipe, default_targets  # noqa: E402
 from droidkv.tasks import Item, Split, Task, get_task  # noqa: E402
 from droidkv.training.curve import CURVE_FILE, Curve  # noqa: E402
 from droidkv.training.run import TrainSettings, train_receiver  # noqa: E402
@@ -62,14 +62,18 @@ class OneItem(Task):
         return float(prediction == item.answer)
 
 
-def test_training_learns_and_leaves_the_base_as_it_was(base: LoadedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+def test_training_learns_and_leaves_the_base_as_it_was(
+    base: LoadedModel, tmp_path: Path, autocast: bool
+) -> None:
     before = weights_of(base)
     steps = []
     result = train_receiver(
         base,
         get_task("records", **OPTIONS),
-        RECIPE,
+        dataclasses.replace(RECIPE, autocast=autocast),
         tmp_path / "adapter",
+        TrainSettings(eval_steps=3, eval_items=3),
         progress=lambda step, total, loss: steps.append((step, total)),
     )
     assert result.last_loss < result.first_loss
@@ -87,6 +91,32 @@ def test_training_learns_and_leaves_the_base_as_it_was(base: LoadedModel, tmp_pa
     state = load_file(tmp_path / "adapter" / ADAPTER_WEIGHTS)
     assert {tensor.dtype for tensor in state.values()} == {torch.float16}
     assert any(tensor.abs().max() > 0 for name, tensor in state.items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layers_compute_in_bfloat16_with_autocast_only(
+    base: LoadedModel, tmp_path: Path, method: Method, autocast: bool
+) -> None:
+    """In training and in evaluation, whichever weights are trained."""
+    recipe = dataclasses.replace(RECIPE, steps=1, method=method, autocast=autocast)
+    layer = base.model.model.model.layers[1].mlp.act_fn
+    seen = []
+    hook = layer.register_forward_hook(
+        lambda _, args, output: seen.append((torch.is_grad_enabled(), output.dtype))
+    )
+    try:
+        train_receiver(
+            base,
+            get_task("records", **OPTIONS),
+            recipe,
+            tmp_path / "trained",
+            TrainSettings(eval_steps=1, eval_items=3),
+        )
+    finally:
+        hook.remove()
+    dtype = torch.bfloat16 if autocast else torch.float32
+    assert set(seen) == {(False, dtype), (True, dtype)}
 
 
 @pytest.mark.parametrize("mode", MODES)
