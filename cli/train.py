@@ -251,6 +251,8 @@ def _plot(console: Console, folder: Path, pair: Pair) -> str | None:
 
 def _train_seconds(base: LoadedModel, pair: Pair, settings: TrainSettings) -> float:
     """About how long training takes: a step costs three times the forward pass of its tokens."""
+    import torch
+
     from droidkv.estimate import prefill_seconds
     from droidkv.tasks import get_task
     from droidkv.training.pairs import recipe_of
@@ -263,7 +265,8 @@ def _train_seconds(base: LoadedModel, pair: Pair, settings: TrainSettings) -> fl
         items, 1, recipe.batch_size, base.tokenizer, settings.chat, settings.max_tokens
     )
     (ids,) = rows[0].input_ids
-    seconds_per_token = prefill_seconds(base.model, ids) / len(ids)
+    with torch.autocast(base.model.device.type, torch.bfloat16, enabled=recipe.autocast):
+        seconds_per_token = prefill_seconds(base.model, ids) / len(ids)
     # The base's pass over what it writes comes on top; what it reads for the receiver falls away.
     # ICaRus's decoder runs over answers only.
     work = {"plain": 3.0, "prefillshare": 3.0, "icarus": 1.5}[recipe.mode]

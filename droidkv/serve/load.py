@@ -174,6 +174,8 @@ class Load:
         first, second = self._writing
         with first, second:
             self._stopped = True
+        if not self._done.is_set():
+            self.report.load_seconds = time.monotonic() - self._began
 
     def recompute_now(self) -> None:
         """Recompute the whole group, waiting for what it needs first."""
@@ -240,7 +242,8 @@ class Load:
     @property
     def is_complete(self) -> bool:
         """Whether there is nothing left to do, or to hope for."""
-        if not self.failed and time.monotonic() > self._deadline:
+        is_late = time.monotonic() > self._deadline and not self._done.is_set()
+        if is_late and not self.failed:  # what is there already waits as long as it must
             self.fail(Fallback.LOAD_TIMEOUT)
         recomputed = not self.job.plan.group or self._next_token == self.job.stop
         return self.failed or (self._done.is_set() and recomputed)

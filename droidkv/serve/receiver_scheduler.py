@@ -183,12 +183,14 @@ class ReceiverScheduler:
         if self._weights_changed:
             self._fall_back(tracked, Fallback.WEIGHTS_CHANGED, set_salt)
             return None, False
-        if tracked.num_tokens <= local_tokens:
-            return 0, False
         assert tracked.salt is not None and tracked.plan is not None
         if self._loading.get(tracked.salt, request_id) != request_id:
+            # Another request is loading this very prefix. The engine may have found its blocks
+            # already, but what they are to hold is not there before it reports.
             self._wait_for_other(tracked, set_salt)
-            return None, False  # another request is loading this very prefix
+            return None, False
+        if tracked.num_tokens <= local_tokens:
+            return 0, False
         if not tracked.may_load and not self.loads.allows():
             self._fall_back(tracked, Fallback.STORE_RESTING, set_salt)
             return None, False
@@ -199,7 +201,10 @@ class ReceiverScheduler:
         waits = (
             self.rules.asynchronous
             or local_tokens > 0
-            or (tracked.plan.num_recomputed > 0 and missing > self.rules.tokens_per_step)
+            or (
+                tracked.plan.num_recomputed > 0
+                and self._recomputed_now() + missing > self.rules.tokens_per_step
+            )
         )
         tracked.record.asynchronous = waits
         return missing, waits
@@ -295,33 +300,51 @@ class ReceiverScheduler:
         if ended is not None:
             self._on_record(ended.record)
 
-    def finish(self, request_id: str, is_aborted: bool = False, is_failed: bool = False) -> None:
+    def finish(self, request_id: str, is_aborted: bool = False, is_failed: bool = False) -> bool:
         """The request ended: answered, aborted by its client, or failed by the engine.
 
         One that needs a single step, or whose load failed and which the engine does not prefill
         then, ends before its last report arrives, and is recorded then.
+
+        Returns:
+            Whether its blocks must be found by no other: it was cut off in the step that loads
+            them, so the engine has them under the plan's salt, whatever came of the load.
         """
         tracked = self._requests.pop(request_id, None)
         if tracked is None:
-            return
+            return False
+        record = tracked.record
+        is_early = is_aborted or is_failed
         if tracked.lookup is not None:
             tracked.lookup.cancel()
-            tracked.record.reason = Fallback.ABORTED
-        tracked.record.ended = time.time()
+            record.reason = Fallback.ABORTED
+        elif is_early and record.reason is None and record.num_loads == record.local_tokens == 0:
+            record.reason = Fallback.ABORTED  # before it ran
+        record.ended = time.time()
         is_loading = self._let_go(tracked)
+        is_cut_off = is_early and is_loading and not record.asynchronous
         if not is_aborted and (is_loading or tracked.suffix == "passing"):
             self._ended_loading[request_id] = tracked
             if is_failed:  # for another reason maybe, so that its load still goes on
                 self._dropped.append(request_id)
-            return
+            return is_cut_off
         if is_loading:
             self._dropped.append(request_id)
-            tracked.record.reason = Fallback.ABORTED
-        self._on_record(tracked.record)
+            record.reason = Fallback.ABORTED
+        self._on_record(record)
+        return is_cut_off
 
     def close(self) -> None:
         """Let go of the threads; never waits for a store that does not answer."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _recomputed_now(self) -> int:
+        """Tokens that the step being put together recomputes for requests that do not wait."""
+        return sum(
+            job.stop - job.start
+            for job in self._jobs
+            if job.plan.num_recomputed > 0 and not job.asynchronous
+        )
 
     def _wait_for_other(self, tracked: _Tracked, set_salt: Salter) -> None:
         """No longer than one load may take: many would else wait for one failure after another."""

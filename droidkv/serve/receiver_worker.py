@@ -163,7 +163,7 @@ class ReceiverWorker:
             if load.failed:
                 result.failed.add(request_id)
             result.reports[request_id] = load.report
-        if is_idle and not result.finished and left == self._tokens_per_step:
+        if is_idle and self._waiting and not result.finished and left == self._tokens_per_step:
             time.sleep(_POLL_SECONDS)
         return result
 

@@ -216,9 +216,11 @@ class DroidKVConnector(CountsRequests, KVConnectorBase_V1):  # type: ignore[misc
             self._sender_scheduler.finish(request.request_id)
         else:
             how = request.get_finished_reason()
-            self._receiver_scheduler.finish(
+            unknown = self._receiver_scheduler.finish(
                 request.request_id, how == FinishReason.ABORT, how == FinishReason.ERROR
             )
+            if unknown and self._kv_cache_manager is not None:
+                self._kv_cache_manager.evict_blocks(set(block_ids))
         return False, None
 
     # Worker side.

@@ -370,6 +370,64 @@ def test_an_aborted_request_leaves_nothing_behind(engine_of: EngineOf) -> None:
     assert not engine.half.report("first", LoadReport(), engine.salter("first"))
 
 
+@pytest.mark.parametrize("end", ["is_aborted", "is_failed"])
+def test_blocks_of_a_load_that_was_cut_off_are_found_by_no_other(
+    engine_of: EngineOf, end: str
+) -> None:
+    """They are in the engine's cache as soon as they are given, whatever came of the load."""
+    engine = engine_of()
+    engine.admit()
+    assert engine.match() == (32, False)
+    engine.half.allocate("r", BLOCKS, 32)
+    assert engine.half.finish("r", **{end: True})
+    engine.half.report("r", LoadReport(reason=Fallback.LOAD_ABSENT), engine.salter("r"))
+    waiting = engine_of(asynchronous=True)  # in no cache before the load is over
+    waiting.admit()
+    waiting.match()
+    waiting.half.allocate("r", BLOCKS, 32)
+    assert not waiting.half.finish("r", **{end: True})
+    over = engine_of()
+    over.admit()
+    over.match()
+    over.half.allocate("r", BLOCKS, 32)
+    over.half.report("r", LoadReport(), over.salter("r"))
+    assert not over.half.finish("r", **{end: True})
+
+
+def test_blocks_that_are_being_filled_are_not_taken_for_full(engine_of: EngineOf) -> None:
+    engine = engine_of()
+    engine.admit("first")
+    engine.admit("second")
+    engine.match("first")
+    engine.half.allocate("first", BLOCKS, 32)
+    assert engine.match("second", local=32) == (None, False)
+    engine.half.report("first", LoadReport(), engine.salter("first"))
+    assert engine.match("second", local=32) == (0, False)
+
+
+def test_a_step_recomputes_no_more_than_its_limit(engine_of: EngineOf) -> None:
+    engine = engine_of(tokens_per_step=40)
+    other = RequestView("other", TOKENS[:24], {"droidkv": {"plan": "[2,4)"}})
+    engine.admit("first")
+    engine.half.admit(other, engine.salter("other"))
+    assert engine.match("first") == (32, False)
+    engine.half.allocate("first", BLOCKS, 32)
+    assert engine.match("other") == (16, True)  # 48 in all
+    engine.half.take_jobs()
+    assert engine.match("other") == (16, False)
+
+
+@pytest.mark.parametrize("end", ["is_aborted", "is_failed"])
+def test_a_request_that_ends_before_it_runs_has_reused_nothing(
+    engine_of: EngineOf, end: str
+) -> None:
+    engine = engine_of()
+    engine.admit()
+    engine.match()
+    engine.half.finish("r", **{end: True})
+    assert engine.records[-1].reason == Fallback.ABORTED
+
+
 def test_without_an_own_prefill_a_miss_is_refused(engine_of: EngineOf) -> None:
     engine = engine_of(own_tokens=20, choose=lambda prefix, suffix: ReusePlan.of(0, 0))
     stranger = RequestView("stranger", TOKENS[::-1])

@@ -274,10 +274,24 @@ def test_a_store_that_hangs_is_left_at_the_deadline_and_writes_no_more(
     result = steps_until_over(worker)
     assert time.monotonic() - began < 20  # when the store would let go
     assert result.reports["r"].reason == Fallback.LOAD_TIMEOUT
+    assert result.reports["r"].load_seconds >= 0.3
     before = engine.keys.clone()
     release.set()
     time.sleep(0.2)
     assert torch.equal(engine.keys.nan_to_num(), before.nan_to_num())
+
+
+def test_what_is_there_already_may_be_recomputed_past_the_deadline(
+    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+) -> None:
+    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW, tokens_per_step=10)
+    workers.append(worker)
+    worker.start([job("[2,5)", waits=True)])
+    load = worker._waiting["r"]
+    assert load._done.wait(SLOW)
+    load._deadline = time.monotonic() - 1
+    assert steps_until_over(worker).reports["r"].reason is None
+    assert_mixed(engine, job("[2,5)"))
 
 
 def test_another_models_shape_is_refused(

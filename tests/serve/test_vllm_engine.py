@@ -561,6 +561,35 @@ def test_an_aborted_request_gives_its_blocks_back_and_others_go_on(
     assert sorted(reasons, key=str) == [None, "aborted", "not_asked", "not_asked"]
 
 
+def test_an_abort_in_the_step_whose_load_fails_leaves_nothing_to_be_found(
+    models: Models, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has the blocks in its cache by then, and frees them before it hears of it."""
+    load_so(engine, monkeypatch, ("streamed", "sync"))
+    core: Any = engine.llm.llm_engine
+    inner = core.engine_core.engine_core
+    store: Any = open_store(STORE, CHUNK)
+    read = store._read
+
+    def gone(names: Sequence[ObjectName], deadline: float, lent: ExitStack) -> list[Tensor | None]:
+        found: list[Tensor | None] = read(names, deadline, lent)
+        if names[0].kind == "kv" and names[0].layer == LAYERS - 1:
+            inner.aborts_queue.put(list(inner.scheduler.requests))
+            return [None] * len(found)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_read", gone)
+        core.add_request("gone", {"prompt_token_ids": LONG}, sampling_params("[2,4)", 4))
+        core.step()
+    core.abort_request(["gone"])
+    (answer,) = engine.answer([LONG], ["[2,4)"])
+    assert_same(answer, reference(models, LONG, "[2,4)"))
+    records = engine.records()[-2:]
+    assert [each["reason"] for each in records] == ["aborted", None]
+    assert records[1]["advertised_tokens"] > 0  # loaded anew, not found
+
+
 def own(models: Models, prompt: list[int]) -> Answer:
     return reference(models, prompt, None)
 
