@@ -202,7 +202,7 @@ def _checks(
 
 def _activated(found: Pair) -> Callable[[], str] | None:
     """The check of a receiver that is its base up to some tokens (aLoRA), or None for others."""
-    from droidkv.alora import exact_prefix_tokens, invocation_tokens
+    from droidkv.alora import active_from, exact_prefix_tokens, invocation_tokens
     from droidkv.encode import encode
     from droidkv.loading import load_model
     from droidkv.sources import adapter_folder
@@ -225,6 +225,12 @@ def _activated(found: Pair) -> Callable[[], str] | None:
                 encoded = encode(item, sender.tokenizer, found.chat)
                 ids = encoded.prefix_ids
                 exact = exact_prefix_tokens(ids, encoded.suffix_ids, invocation)
+                if active_from([*ids, *encoded.suffix_ids], invocation) is None:
+                    raise PairError(
+                        f"expected the invocation tokens {list(invocation)} in every prompt, but "
+                        f"item {item.id!r} has them nowhere, so the adapter is never switched on; "
+                        "see to the pair's chat template"
+                    )
                 if exact < len(ids):
                     raise PairError(
                         f"expected the invocation tokens {list(invocation)} after the prefix, "

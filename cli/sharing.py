@@ -79,7 +79,8 @@ def sharing(
     drawn: str | None = str(target.with_suffix(".png"))
     try:
         metric = profiles["trained"].task.metric
-        plot_sharing(curves, target.with_suffix(".png"), f"{pair.name} (n = {items})", metric)
+        title = f"{pair.name} (n = {profiles['trained'].num_items})"
+        plot_sharing(curves, target.with_suffix(".png"), title, metric)
     except MissingExtraError as error:
         console.note(f"no plot: {error}")
         drawn = None

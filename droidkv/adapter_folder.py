@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from droidkv.content import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from droidkv.errors import PairError
 from droidkv.jsonio import write_json
 
 
@@ -26,10 +27,16 @@ def write_adapter(
         base_name: How people call the base model.
 
     Raises:
+        PairError: A weight is no number, or too large for float16.
         StorageError: A file could not be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     half = {name: tensor.detach().cpu().half().contiguous() for name, tensor in state.items()}
+    if bad := [name for name, tensor in half.items() if not tensor.isfinite().all()]:
+        raise PairError(
+            f"expected weights within float16's range, got others in {bad[0]}; train with a lower "
+            "learning_rate"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(half, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     settings: Any = config  # its methods are untyped
     table = {name: _plain(value) for name, value in settings.to_dict().items()}

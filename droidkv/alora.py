@@ -48,8 +48,12 @@ def exact_prefix_tokens(
         suffix_ids: Tokens only the receiver sees.
         invocation: The tokens that switch the adapter on.
     """
-    ids, length = [*prefix_ids, *suffix_ids], len(invocation)
-    for start in range(len(ids) - length, -1, -1):
-        if ids[start : start + length] == list(invocation):
-            return min(start, len(prefix_ids))
-    return len(prefix_ids)
+    start = active_from([*prefix_ids, *suffix_ids], invocation)
+    return len(prefix_ids) if start is None else min(start, len(prefix_ids))
+
+
+def active_from(ids: Sequence[int], invocation: Sequence[int]) -> int | None:
+    """Where the last occurrence of the invocation tokens begins; None = there is none."""
+    length = len(invocation)
+    starts = range(len(ids) - length, -1, -1)
+    return next((at for at in starts if list(ids[at : at + length]) == list(invocation)), None)

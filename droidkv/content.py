@@ -22,6 +22,8 @@ BASE_RECORD = "droidkv.json"
 
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Ways to begin a LoRA that leave the base as it is; others take a part out of its weights.
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 # Bookkeeping and training settings of an adapter: they do not change what it computes.
 ADAPTER_IRRELEVANT = frozenset(
     """
@@ -157,6 +159,11 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return table
 
 
+def rewrites_base(init_lora_weights: object) -> bool:
+    """Whether PEFT changes the base's own weights when it loads an adapter that began this way."""
+    return init_lora_weights not in _PLAIN_STARTS
+
+
 def record_base(folder: Path, weights: str, mode: Mode = "plain") -> None:
     """Write beside an adapter which weights it was trained on, and what KV it learned to read.
 
@@ -171,6 +178,17 @@ def record_base(folder: Path, weights: str, mode: Mode = "plain") -> None:
     write_json(folder / BASE_RECORD, {"schema_version": 1, "base_weights": weights, "mode": mode})
 
 
+def trained_mode(folder: Path) -> Mode | None:
+    """What KV an adapter learned to read, or None if nobody recorded it.
+
+    Raises:
+        LoadError: The record is damaged.
+        StorageError: It could not be read.
+    """
+    record = _read_base(folder)
+    return None if record is None else record[1]
+
+
 def check_base(folder: Path, weights: str, as_icarus: bool = False) -> None:
     """Do nothing if an adapter was trained on these weights, or if nobody recorded on which.
 
@@ -183,14 +201,10 @@ def check_base(folder: Path, weights: str, as_icarus: bool = False) -> None:
         IdentityError: It was trained on others, or to be applied in the other way.
         LoadError: The record is damaged.
     """
-    path = folder / BASE_RECORD
-    if not path.exists():
+    record = _read_base(folder)
+    if record is None:
         return
-    fields = Fields(read_json(path, LoadError), str(path), LoadError)
-    fields.take_version(1, "train the adapter anew")
-    trained_on = fields.take("base_weights", str)
-    trained_as = fields.take("mode", str, "plain", choices=MODES)
-    fields.done()
+    trained_on, trained_as = record
     if trained_on != weights:
         raise IdentityError(
             f"{folder}: expected the base this adapter was trained on (weights: {trained_on}), "
@@ -202,6 +216,19 @@ def check_base(folder: Path, weights: str, as_icarus: bool = False) -> None:
             f"other, but this one was trained as {trained_as!r}; change apply in the pair file, "
             f"or train it anew with `droidkv train icarus`"
         )
+
+
+def _read_base(folder: Path) -> tuple[str, Mode] | None:
+    """What `record_base` wrote, or None."""
+    path = folder / BASE_RECORD
+    if not path.exists():
+        return None
+    fields = Fields(read_json(path, LoadError), str(path), LoadError)
+    fields.take_version(1, "train the adapter anew")
+    weights = fields.take("base_weights", str)
+    mode: Mode = fields.take("mode", str, "plain", choices=MODES)  # type: ignore[arg-type]
+    fields.done()
+    return weights, mode
 
 
 def tokenizer_digests(tokenizer: Any) -> tuple[str, str | None, str]:

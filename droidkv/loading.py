@@ -19,8 +19,9 @@ from droidkv.content import (
     dtype_name,
     read_adapter_config,
     state_sha256,
+    trained_mode,
 )
-from droidkv.errors import LoadError, UnsupportedModelError, unknown_name
+from droidkv.errors import LoadError, PairError, UnsupportedModelError, unknown_name
 from droidkv.identity import NONE, Fingerprint
 from droidkv.model_identity import (
     as_load_error,
@@ -117,10 +118,23 @@ def load_pair(
     check_pair_configs(pair)
     sender = load_model(pair.sender, dtype, device, content_hash)
     receiver = load_model(pair.receiver, dtype, device, content_hash)
+    _check_reference(pair)
     check_vocabularies(
         sender.tokenizer.get_vocab(), receiver.tokenizer.get_vocab(), pair.allow_extra_tokens
     )
     return sender, receiver
+
+
+def _check_reference(pair: Pair) -> None:
+    """Refuse to hold a receiver against its own prefill if it was not trained to do one."""
+    if pair.reference is not None or pair.receiver.adapter is None:
+        return
+    if trained_mode(adapter_folder(pair.receiver)) == "prefillshare":
+        raise PairError(
+            f"expected a [reference] in pair {pair.name!r}, got none: its receiver was trained to "
+            "read the sender's KV and has no prefill of its own that would be right; name the "
+            "ordinary fine-tune as [reference], as `droidkv train prefillshare` does"
+        )
 
 
 def load_reference(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from droidkv.cache import TokenAxis
+from droidkv.content import rewrites_base
 from droidkv.costs import ModelShape
 from droidkv.errors import UnsupportedModelError
 from droidkv.recipe import KV_PROJECTIONS
@@ -301,6 +302,12 @@ def _decoder_adapters(model: Any) -> dict[str, Any]:
             f"changes {others[0]}, which the encoder would read too; train it with "
             "`droidkv train icarus`"
         )
+    for config in getattr(model, "peft_config", {}).values():
+        if rewrites_base(config.init_lora_weights):
+            raise UnsupportedModelError(
+                "expected an adapter that leaves the base as it is, got one with init_lora_weights "
+                f"= {config.init_lora_weights!r}; train it with `droidkv train icarus`"
+            )
     biases = {config.bias for config in getattr(model, "peft_config", {}).values()}
     if biases - {"none"}:
         raise UnsupportedModelError(

@@ -236,11 +236,10 @@ class Oracles:
     def noise_floor(self) -> VerifyResult:
         index, captured = next(self._captured(self.receiver))
         results = sweep(self.receiver, captured, self._answered(index), self.copies)
-        worst = max(results.values(), key=lambda result: result.kl)
         agreeing = sum(result.agrees for result in results.values())
         return self._result(
             "the noise floor of a loss is small",
-            [worst.kl],
+            [_finite(result.kl) for result in results.values()],
             f"KL of a receiver reusing its own cache, the largest over {len(results)} plans, "
             f"{agreeing} of which give the same answer; a loss below it is none",
             MEAN_SHARE * TOLERANCES[self.receiver.dtype],
@@ -322,12 +321,15 @@ def _log_probs(model: DecoderModel, hidden: Tensor) -> Tensor:
 
 def _distance(left: Tensor, right: Tensor) -> float:
     """Largest difference; what is not a number is infinitely far off."""
-    distance = float((left - right).abs().max())
-    return math.inf if math.isnan(distance) else distance
+    return _finite(float((left - right).abs().max()))
 
 
 def _difference(left: TeacherForced, right: TeacherForced) -> float:
-    return max(abs(left.kl - right.kl), abs(left.nll - right.nll))
+    return max(_finite(abs(left.kl - right.kl)), _finite(abs(left.nll - right.nll)))
+
+
+def _finite(distance: float) -> float:
+    return math.inf if math.isnan(distance) else distance
 
 
 def _padded(rows: Sequence[Tensor], side: str) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from droidkv.evaluate import (
     evaluate_plan,
     full_prefill_states,
 )
+from droidkv.identity import content_digest
 from droidkv.jsonio import sha256_file
 from droidkv.loading import LoadedModel
 from droidkv.objectives import measure_noise_floor
@@ -203,6 +204,9 @@ class Job:
             "chat": self.pair.chat,
             "settings": dataclasses.asdict(self.settings),
             "task_version": self.task.version,
+            "items": content_digest(
+                [dataclasses.astuple(item) for item in (*self.items, *self.calibration)]
+            ),
             "sender": self.sender.fingerprint.digest(),
             "receiver": self.receiver.fingerprint.digest(),
             "reference": self.reference and self.reference.fingerprint.digest(),

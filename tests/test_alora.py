@@ -11,7 +11,7 @@ from pair_files import write_pair
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
-from droidkv.alora import exact_prefix_tokens, invocation_tokens  # noqa: E402
+from droidkv.alora import active_from, exact_prefix_tokens, invocation_tokens  # noqa: E402
 from droidkv.capture import capture  # noqa: E402
 from droidkv.errors import LoadError  # noqa: E402
 from droidkv.loading import load_model  # noqa: E402
@@ -41,6 +41,7 @@ def with_adapter(folder: Path, sender: str = BASE) -> Path:
 
 
 def test_the_last_occurrence_counts() -> None:
+    assert (active_from([1, 7, 8, 7, 8], [7, 8]), active_from([8, 7], [7, 8])) == (3, None)
     assert exact_prefix_tokens([1, 2, 3], [7, 8, 4], [7, 8]) == 3
     assert exact_prefix_tokens([1, 7, 8, 3], [7, 8, 4], [7, 8]) == 4
     assert exact_prefix_tokens([1, 7, 8, 3], [4], [7, 8]) == 1

@@ -78,6 +78,15 @@ def test_its_empty_plan_carries_its_loss_against_the_plain_fine_tune(
     assert confirmed.reference == made.reference
 
 
+def test_without_a_reference_its_own_prefill_is_not_taken_for_one(
+    pairs: dict[str, Pair], tmp_path: Path
+) -> None:
+    pair = dataclasses.replace(pairs["prefillshare"], reference=None)
+    with pytest.raises(PairError, match=r"expected a \[reference\] in pair"):
+        profile_pair(pair, settings(pair), tmp_path / "x.json")
+    load_pair(dataclasses.replace(pairs["icarus"], reference=None))  # its own prefill is the base's
+
+
 def test_there_are_no_layers_to_choose(pairs: dict[str, Pair], tmp_path: Path) -> None:
     pair = pairs["prefillshare"]
     with pytest.raises(ProfileError, match="no layers to choose"):

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from droidkv.profile import Profile, read_profile, require_identity
 from droidkv.profile_job import ProfileSettings, load_map
 from droidkv.profiler import confirm_plans, profile_pair
 from droidkv.stitch import StitchMap
-from droidkv.tasks import Item
+from droidkv.tasks import Item, Split
+from droidkv.tasks.records import RecordsTask
 
 SETTINGS = ProfileSettings(
     TaskRef("records", {"num_records": 2}), num_items=3, calibration_items=2, rank=4
@@ -109,6 +111,30 @@ def test_a_killed_run_resumes_without_redoing_items(
     profile = run(output)
     assert swept == [0, 1, 2]
     assert same_measurements(profile, finished[0])
+
+
+def test_a_run_does_not_go_on_with_other_items(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same names, as in a file that was edited meanwhile."""
+    output = tmp_path / "tiny.json"
+    monkeypatch.setattr(droidkv.profile_job.Job, "sweep_item", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(output)
+    monkeypatch.undo()
+    generate = RecordsTask.generate
+
+    def edited(task: RecordsTask, split: Split, seed: int) -> Iterator[Item]:
+        for item in generate(task, split, seed):
+            yield dataclasses.replace(item, answer="EDITED")
+
+    monkeypatch.setattr(RecordsTask, "generate", edited)
+    with pytest.raises(ProfileError, match="items: this run has sha256"):
+        run(output)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_an_estimate_counts_what_is_missing_and_costs_no_second_answer(

@@ -185,6 +185,7 @@ def test_what_cannot_be_two_streams_is_refused() -> None:
         ({"target_modules": ["q_proj", "embed_tokens"]}, "changes model.embed_tokens"),
         ({"modules_to_save": ["norm"]}, "changes model.layers.0.input_layernorm"),
         ({"bias": "all"}, "bias = 'all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
     ],
 )
 def test_an_adapter_that_changes_more_than_the_decoder_is_refused(

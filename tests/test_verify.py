@@ -165,6 +165,19 @@ def test_a_sweep_that_disagrees_is_found(
     assert not oracles(pair).sweep().passed
 
 
+def test_one_sweep_that_is_no_number_is_found(
+    pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loses_one(*args: Any) -> Any:
+        results = sweep(*args)
+        last = list(results)[-1]
+        return {**results, last: dataclasses.replace(results[last], kl=float("nan"))}
+
+    monkeypatch.setattr("droidkv.oracles.sweep", loses_one)
+    assert not oracles(pair).sweep().passed
+    assert not oracles(pair).noise_floor().passed
+
+
 def test_a_model_that_was_touched_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = tiny(), tiny("&noise=0.1")
 

@@ -18,6 +18,7 @@ from droidkv.content import (
     ADAPTER_WEIGHTS,
     check_base,
     read_adapter_config,
+    rewrites_base,
 )
 from droidkv.errors import LoadError, UnsupportedModelError
 from droidkv.fields import Fields
@@ -108,6 +109,12 @@ def _check_plain(folder: Path, table: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(
             f"{folder}: expected an adapter of type LORA, got {kind!r}; others cannot decode "
             "beside the base"
+        )
+    if rewrites_base(table.get("init_lora_weights")):
+        raise UnsupportedModelError(
+            f"{folder}: expected an adapter that leaves the base as it is, got one with "
+            f"init_lora_weights = {table['init_lora_weights']!r}; train one with `droidkv train "
+            "icarus`"
         )
     known = {"peft_type", "r", "lora_alpha", "use_rslora", *_ABOUT_TENSORS, *ADAPTER_IRRELEVANT}
     off = {"bias": "none", "megatron_core": "megatron.core"}

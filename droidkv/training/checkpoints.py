@@ -64,6 +64,7 @@ class Checkpoints:
         """
         run = {
             "base_weights": base.fingerprint.weights,
+            "base_adapter": base.fingerprint.adapter,
             "recipe": dataclasses.asdict(recipe) | {"target_modules": list(recipe.target_modules)},
             "task": {"name": task.name, "version": task.version, "options": task.options},
             **settings,

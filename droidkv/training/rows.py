@@ -19,6 +19,7 @@ from torch import Tensor
 from droidkv.cache import TokenAxis
 from droidkv.encode import encode
 from droidkv.errors import TaskError
+from droidkv.identity import content_digest
 from droidkv.tasks.base import Item
 
 
@@ -92,6 +93,23 @@ def training_batches(
     ]
 
 
+def rows_digest(batches: Sequence[Sequence[TrainingRow]]) -> str:
+    """Identity of what is learned, step by step, whatever it was read from."""
+    return content_digest(
+        [
+            [
+                [
+                    row.num_read,
+                    *(part.flatten().tolist() for part in (row.input_ids, row.axis.positions)),
+                    *(part.tolist() for part in (row.predicting, row.targets)),
+                ]
+                for row in batch
+            ]
+            for batch in batches
+        ]
+    )
+
+
 def _example(item: Item, tokenizer: Any, chat: bool, max_tokens: int, end_id: int) -> _Example:
     encoded = encode(item, tokenizer, chat)
     answer_ids = tokenizer.encode(item.answer, add_special_tokens=False)
@@ -104,7 +122,8 @@ def _example(item: Item, tokenizer: Any, chat: bool, max_tokens: int, end_id: in
     if num_tokens > max_tokens:
         raise TaskError(
             f"Item {item.id!r} must have at most {max_tokens} tokens, answer included, but it has "
-            f"{num_tokens}; choose task options that make shorter items."
+            f"{num_tokens}; choose task options that make shorter items, or raise --max-tokens as "
+            "far as the model's positions reach."
         )
     return _Example(encoded.prefix_ids, encoded.suffix_ids, (*answer_ids, end_id))
 

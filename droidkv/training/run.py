@@ -15,7 +15,7 @@ from droidkv.tasks import Item, Task
 from droidkv.training.checkpoints import Checkpoints
 from droidkv.training.curve import CURVE_FILE, Curve
 from droidkv.training.losses import row_losses
-from droidkv.training.rows import TrainingRow, training_batches
+from droidkv.training.rows import TrainingRow, rows_digest, training_batches
 from droidkv.training.trainable import check_targets, trainable
 from droidkv.training.trainer import Progress, RowTrainer, training_arguments
 
@@ -109,12 +109,15 @@ def train_receiver(
     recipe.check_mode("the recipe")
     check_targets(base.model.model, recipe)
     checkpoints = Checkpoints(output)
-    batches, held_out = _data(base, task, recipe, settings)
+    batches, held_out, num_held_out = _data(base, task, recipe, settings)
     resume = checkpoints.open(
         base,
         task,
         recipe,
-        {name: getattr(settings, name) for name in ("chat", "eval_steps", "eval_items")},
+        {
+            "data": rows_digest([*batches, *held_out]),
+            "eval_steps": settings.eval_steps,
+        },
     )
     with quiet(), trainable(base, recipe) as ready, writing_into(checkpoints.folder):
         trainer = RowTrainer(
@@ -126,6 +129,7 @@ def train_receiver(
                 base.model.device,
                 settings.checkpoint_steps,
                 settings.eval_steps,
+                is_resumed=resume is not None,
             ),
             batches,
             held_out,
@@ -135,7 +139,7 @@ def train_receiver(
         curve = Curve.of_log(
             recipe.mode,
             trainer.state.log_history,
-            held_out_items=settings.eval_items if held_out else 0,
+            held_out_items=num_held_out,
             seconds=time.perf_counter() - started,
             command=settings.command,
         )
@@ -162,8 +166,9 @@ def train_receiver(
 
 def _data(
     base: LoadedModel, task: Task, recipe: Recipe, settings: TrainSettings
-) -> tuple[list[list[TrainingRow]], list[list[TrainingRow]]]:
-    """Rows of every step, and of the held-out items."""
+) -> tuple[list[list[TrainingRow]], list[list[TrainingRow]], int]:
+    """Rows of every step, rows of the held-out items, and how many items these are."""
+    positions = getattr(base.model.config, "max_position_embeddings", settings.max_tokens)
 
     def rows(items: list[Item], num_batches: int, batch_size: int) -> list[list[TrainingRow]]:
         return training_batches(
@@ -172,7 +177,7 @@ def _data(
             batch_size,
             base.tokenizer,
             settings.chat,
-            settings.max_tokens,
+            min(settings.max_tokens, positions),
             recipe.border_tokens,
             recipe.seed,
         )
@@ -180,7 +185,7 @@ def _data(
     learned = task.items("train", recipe.steps * recipe.batch_size, recipe.seed)
     batches = rows(learned, recipe.steps, recipe.batch_size)
     if settings.eval_steps is None:
-        return batches, []
+        return batches, [], 0
     unseen = task.items("calibration", settings.eval_items, recipe.seed)
     (together,) = rows(unseen, 1, len(unseen))
-    return batches, [[row] for row in together]
+    return batches, [[row] for row in together], len(unseen)

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
+from droidkv.errors import PairError
 from droidkv.recipe import Recipe
 from droidkv.training.losses import RowLosses
 from droidkv.training.rows import TrainingRow
@@ -69,6 +70,12 @@ class RowTrainer(transformers.Trainer):
         # the layers are called one by one here.
         with self.accelerator.autocast():
             loss = self._losses(inputs["rows"]).mean()
+        if not loss.isfinite():
+            raise PairError(
+                f"expected a finite loss, got {loss.item()} after step {self.state.global_step}; "
+                f"remove {self.args.output_dir} and train with a lower learning_rate or more "
+                "warmup_steps"
+            )
         return (loss, None) if return_outputs else loss
 
     def prediction_step(
@@ -89,6 +96,7 @@ def training_arguments(
     device: torch.device,
     checkpoint_steps: int,
     eval_steps: int | None,
+    is_resumed: bool,
 ) -> transformers.TrainingArguments:
     """transformers' settings of a recipe.
 
@@ -98,8 +106,17 @@ def training_arguments(
         device: Where the model is.
         checkpoint_steps: Steps between checkpoints.
         eval_steps: Steps between evaluations; None = none.
+        is_resumed: The run goes on from a checkpoint, whose curve has its beginning.
+
+    Raises:
+        PairError: The device is a GPU that transformers would not take.
     """
-    return transformers.TrainingArguments(
+    if device.type == "cuda" and device.index:
+        raise PairError(
+            f"expected the first GPU that can be seen, got {device}; choose one with "
+            f"CUDA_VISIBLE_DEVICES={device.index} and the device cuda"
+        )
+    arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=recipe.steps,
         per_device_train_batch_size=1,  # one element of the data set is a whole batch of rows
@@ -116,14 +133,18 @@ def training_arguments(
         save_total_limit=1,
         eval_strategy="no" if eval_steps is None else "steps",
         eval_steps=eval_steps,
-        eval_on_start=eval_steps is not None,
+        eval_on_start=eval_steps is not None and not is_resumed,
         prediction_loss_only=True,
         logging_steps=1,
+        logging_nan_inf_filter=False,
         disable_tqdm=True,
         report_to=[],
         remove_unused_columns=False,
         dataloader_pin_memory=False,
     )
+    if arguments.device.type == "cuda":
+        arguments._n_gpu = 1  # a batch is one element, which is not to be split among GPUs
+    return arguments
 
 
 class _Report(transformers.TrainerCallback):

@@ -5,7 +5,8 @@
 Arms: the base; the ordinary fine-tune on its own KV, on the base's (naive), and at the plan that
 `pick` takes from its confirmed profile (loss at most 5 %); PrefillShare; ICaRus. All answer the
 same items, greedily. The items are those of the confirmed profile, so they are no items of the
-profile that proposed the plan. Arms that are in the output already are kept.
+profile that proposed the plan; among the confirmed plans it was chosen on them. Arms that are in
+the output already, of the same models and plan, are kept.
 """
 
 from __future__ import annotations
@@ -96,10 +97,14 @@ def main() -> None:
         sys.exit(f"{output} is of other items; remove it or name another output")
     rows: dict[str, Any] = table.setdefault("arms", {})
     for arm in arms_of(options.pair, base.model.num_layers):
-        if arm.name in rows or (options.arm and arm.name not in options.arm):
+        if options.arm and arm.name not in options.arm:
             continue
         started = time.monotonic()
         model = load_model(arm.model)
+        of = {"plan": str(arm.plan), "adapter": model.fingerprint.adapter}
+        of |= {"weights": model.fingerprint.weights}
+        if of.items() <= rows.get(arm.name, {}).items():
+            continue
         scores = []
         for done, item in enumerate(items, start=1):
             scores.append(
@@ -114,9 +119,7 @@ def main() -> None:
             time.monotonic() - started,
         )
         rows[arm.name] = {
-            "plan": str(arm.plan),
-            "adapter": model.fingerprint.adapter,
-            "weights": model.fingerprint.weights,
+            **of,
             "scores": scores,
             "provenance": dataclasses.asdict(made),
         }

@@ -81,6 +81,8 @@ def changed(folder: Path, table: dict[str, Any], drop: str = "", extra: str = ""
     [
         ({"table": {"r": 3}}, LoadError, "matrices of rank 3"),
         ({"table": {"r": 0}}, LoadError, "r >= 1"),
+        ({"table": {"init_lora_weights": "pissa_niter_4"}}, UnsupportedModelError, "pissa_niter"),
+        ({"table": {"init_lora_weights": "olora"}}, UnsupportedModelError, "olora"),
         ({"table": {"peft_type": "IA3"}}, UnsupportedModelError, "IA3"),
         ({"table": {}, "drop": "q_proj.lora_B.weight"}, LoadError, "two matrices for q_proj"),
         ({"table": {}, "drop": "weight"}, LoadError, "got none"),

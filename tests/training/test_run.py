@@ -11,10 +11,11 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 
 from safetensors.torch import load_file  # noqa: E402
 
+from droidkv.adapter_folder import write_adapter  # noqa: E402
 from droidkv.content import ADAPTER_CONFIG, ADAPTER_WEIGHTS  # noqa: E402
 from droidkv.errors import PairError, StorageError, TaskError  # noqa: E402
 from droidkv.loading import LoadedModel, load_model  # noqa: E402
@@ -23,6 +24,7 @@ from droidkv.recipe import METHODS, MODES, Method, Mode, Recipe, default_targets
 from droidkv.tasks import Item, Split, Task, get_task  # noqa: E402
 from droidkv.training.curve import CURVE_FILE, Curve  # noqa: E402
 from droidkv.training.run import TrainSettings, train_receiver  # noqa: E402
+from droidkv.training.trainer import training_arguments  # noqa: E402
 
 OPTIONS = {"num_records": 2, "questions_per_context": 3}
 RECIPE = Recipe(
@@ -150,7 +152,53 @@ def test_a_killed_run_goes_on_and_ends_the_same(
     assert [step for step, _ in curves[0].held_out] == [0, 3, 6]
     assert curves[0].held_out_items == 3
     assert curves[0].train == curves[1].train
-    assert set(curves[0].held_out) <= set(curves[1].held_out)  # a resumed run starts with one more
+    assert curves[0].held_out == curves[1].held_out
+
+
+def test_a_run_does_not_go_on_with_other_data(base: LoadedModel, tmp_path: Path) -> None:
+    """The same task by name and options, as a file that was edited meanwhile is."""
+
+    def kill(step: int, total: int, loss: float) -> None:
+        raise KeyboardInterrupt
+
+    settings = TrainSettings(checkpoint_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        train_receiver(base, OneItem("yes"), RECIPE, tmp_path / "one", settings, kill)
+    with pytest.raises(PairError, match="data is sha256:"):
+        train_receiver(base, OneItem("no"), RECIPE, tmp_path / "one", settings)
+
+
+def test_a_run_that_diverges_is_ended(base: LoadedModel, tmp_path: Path) -> None:
+    with torch.no_grad():
+        norm = base.model.model.model.norm.weight
+        before = norm.clone()
+        norm.fill_(float("inf"))
+    try:
+        with pytest.raises(PairError, match="finite loss, got nan"):
+            train_receiver(base, get_task("records", **OPTIONS), RECIPE, tmp_path / "adapter")
+    finally:
+        with torch.no_grad():
+            norm.copy_(before)
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_weights_past_float16_are_not_written(tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    with pytest.raises(PairError, match="float16's range"):
+        write_adapter(tmp_path / "adapter", {"a": torch.tensor([1e6])}, config, "a base")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_fewer_held_out_items_than_asked_for_are_counted(base: LoadedModel, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(RECIPE, steps=1)
+    settings = TrainSettings(eval_steps=1, eval_items=9)
+    result = train_receiver(base, OneItem("yes"), recipe, tmp_path / "few", settings)
+    assert Curve.read(result.output / CURVE_FILE).held_out_items == 1
+
+
+def test_another_gpu_than_the_first_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PairError, match="CUDA_VISIBLE_DEVICES=1"):
+        training_arguments(tmp_path, RECIPE, torch.device("cuda:1"), 1, None, is_resumed=False)
 
 
 def test_full_training_makes_a_model_folder(base: LoadedModel, tmp_path: Path) -> None:
