@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -71,6 +73,7 @@ class Root(Group):
         # Set before transformers is imported, which happens inside the commands.
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        _end_in_order()
         console = Console()
         extra |= {"standalone_mode": False, "obj": console}
         try:
@@ -98,6 +101,21 @@ class Root(Group):
             message = f"{type(error).__name__}: {error}; this is a bug in droidkv, please report it"
             console.error(type(error).__name__, message, code)
         sys.exit(code)
+
+
+def _end_in_order() -> None:
+    """Ended from outside, a command leaves by an exception, so that what it has started ends too.
+
+    What is ignored, as under nohup, or handled already stays so.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _exit_on)
+
+
+def _exit_on(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 def _set_json(ctx: click.Context, _: click.Parameter, value: bool) -> None:

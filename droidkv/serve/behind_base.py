@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from droidkv.errors import RefusedError
 from droidkv.serve.connector_plan import OVERWRITE, PARAMS_KEY, Fallback
 from droidkv.serve.http_client import Completion, complete
-from droidkv.serve.refusals import BAD_REQUEST
+from droidkv.serve.refusals import BAD_REQUEST, SERVER_ERROR
 
 _POLL_SECONDS = 0.1
 _DAMAGED = (Fallback.LOAD_SHORT, Fallback.LOAD_CORRUPT)
+_LOST = (*_DAMAGED, Fallback.LOAD_ABSENT)
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,20 @@ def complete_behind_base(
     try:
         return complete(receiver.url, receiver.model, prompt_ids, max_tokens, params)
     except RefusedError as cause:
-        if cause.status == BAD_REQUEST:
-            raise
-        # What is there is not stored twice, unless it turned out to be damaged.
-        again = {PARAMS_KEY: {OVERWRITE: True}} if cause.reason in _DAMAGED else None
-        complete(base.url, base.model, prompt_ids[:prefix_tokens], 1, again)
+        refusal = cause
+    _require_hope(refusal)
+    _read(base, prompt_ids[:prefix_tokens], refusal)
+    is_read_again = refusal.reason in _LOST
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
             return complete(receiver.url, receiver.model, prompt_ids, max_tokens, params)
         except RefusedError as cause:
+            _require_hope(cause)
+            if cause.reason in _LOST and not is_read_again:
+                # Only now is it known that something there was damaged, or went meanwhile.
+                is_read_again = True
+                _read(base, prompt_ids[:prefix_tokens], cause)
             if time.monotonic() > deadline:
                 raise RefusedError(
                     f"expected {receiver.model} to answer {len(prompt_ids)} tokens once "
@@ -78,3 +83,16 @@ def complete_behind_base(
                     cause.reason,
                 ) from cause
         time.sleep(_POLL_SECONDS)
+
+
+def _require_hope(refusal: RefusedError) -> None:
+    """Do nothing if it may help that the base reads the prefix, or to wait."""
+    is_final = refusal.status in (BAD_REQUEST, SERVER_ERROR)
+    if is_final or refusal.reason == Fallback.WEIGHTS_CHANGED:
+        raise refusal
+
+
+def _read(base: Served, prefix_ids: Sequence[int], refusal: RefusedError) -> None:
+    """Have the base read a prefix. What is there is not stored twice, unless it is damaged."""
+    again = {PARAMS_KEY: {OVERWRITE: True}} if refusal.reason in _DAMAGED else None
+    complete(base.url, base.model, prefix_ids, 1, again)

@@ -140,9 +140,10 @@ def run_demo(
     folder = settings.folder
     if settings.store is not None:
         check_address(settings.store)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     audit = folder / "audit.jsonl"
+    audit.unlink(missing_ok=True)
+    shutil.rmtree(folder / "store", ignore_errors=True)
     store = settings.store or f"fs://{(folder / 'store').absolute()}"
     is_full_share = pair.reference is not None
     ways = FULL_SHARE_WAYS if is_full_share else WAYS

@@ -72,10 +72,12 @@ def complete(
         {"Content-Type": "application/json"},
     )
     began, first, request_id, text = time.perf_counter(), None, "", ""
+    is_whole = False
     try:
         with urllib.request.urlopen(request, timeout=_REQUEST_SECONDS) as answer:
             for line in answer:
                 data = line.decode().strip().removeprefix("data: ")
+                is_whole = is_whole or data == "[DONE]"
                 if not data.startswith("{"):
                     continue
                 event = json.loads(data)
@@ -90,6 +92,8 @@ def complete(
         raise ServeError(f"expected {url} to answer, but: {_detail(cause)}") from cause
     if first is None:
         raise ServeError(f"expected an answer from {url}, got an empty one; see the server's log")
+    if not is_whole:
+        raise ServeError(f"expected a whole answer from {url}, but it broke off; see its log")
     ended = time.perf_counter()
     return Completion(request_id, text, first - began, ended - began)
 

@@ -7,6 +7,7 @@ ratio is of one run on one machine.
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -108,11 +109,13 @@ def bench_ttft(
     if settings.store is not None:
         check_address(settings.store)
     settings.folder.mkdir(parents=True, exist_ok=True)
+    own_store = settings.folder.absolute() / "store"
+    shutil.rmtree(own_store, ignore_errors=True)  # what is there would not be stored again
     with timed_engines(
         pair,
         settings.folder,
         settings.dtype,
-        settings.store or f"fs://{settings.folder.absolute() / 'store'}?cpu_gib=2",
+        settings.store or f"fs://{own_store}?cpu_gib=2",
         settings.chunk_tokens,
         max((*settings.lengths, settings.link_tokens)) + settings.suffix_tokens + 16,
         sorted({plan.transition for plan in plans if plan.transition is not None}),

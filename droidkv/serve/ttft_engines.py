@@ -79,10 +79,18 @@ class EngineProcess:
         """Wait until all that it stored can be read.
 
         Raises:
-            ServeError: That took too long.
+            ServeError: That took too long; or something was there before, so that storing it was
+                not measured.
         """
         self._send({"do": "flush"})
-        if not self.read()["flushed"]:
+        answer = self.read()
+        if answer["present"]:
+            raise ServeError(
+                f"expected a store without what {self.name!r} reads, but {answer['present']} "
+                "chunks were there, of an earlier run maybe; empty the store, for instance with "
+                "`droidkv serve purge`, or name another"
+            )
+        if not answer["flushed"]:
             raise ServeError(
                 f"expected the engine {self.name!r} to have stored what it read, but its store "
                 f"still writes; {end_of(self._log)}"

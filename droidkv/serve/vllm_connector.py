@@ -288,6 +288,10 @@ class DroidKVConnector(CountsRequests, KVConnectorBase_V1):  # type: ignore[misc
         """Sender: wait until receivers can read all that was stored; False if it takes longer."""
         return self._sender is None or bool(self._sender.flush(seconds))
 
+    def saved_chunks(self) -> dict[str, int]:
+        """Sender: chunks so far, by what came of them."""
+        return {} if self._sender is None else self._sender.counts()
+
     def shutdown(self) -> None:
         from droidkv.serve.opening import release_store
 

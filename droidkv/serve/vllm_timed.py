@@ -67,7 +67,9 @@ class TimedEngine:
         if command["do"] == "flush":
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-            return {"flushed": get_kv_transfer_group().flush(_FLUSH_SECONDS)}
+            connector = get_kv_transfer_group()
+            flushed = connector.flush(_FLUSH_SECONDS)
+            return {"flushed": flushed, "present": connector.saved_chunks().get("present", 0)}
         if self._throttled is not None:
             self._throttled.limit(command["bandwidth"])
         asked = command["ask"]

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -119,3 +121,30 @@ def test_what_nobody_foresaw_is_a_bug_with_a_traceback(monkeypatch: pytest.Monke
     shown = run("pair", "list", code=3)
     assert "Traceback" in shown.stderr and "bug in droidkv" in shown.stderr
     assert run_json("pair", "list", code=3)["error"]["type"] == "ZeroDivisionError"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_ended_from_outside_ends_its_servers(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    program = f"""
+import sys, time
+from pathlib import Path
+from droidkv.cli.framework import _end_in_order
+from droidkv.serve.launch import Launch
+from droidkv.serve.processes import serving
+_end_in_order()
+sleeper = Launch((sys.executable, "-c", "import time; time.sleep(600)"), {{}}, {{}})
+with serving(sleeper, 1, Path({str(tmp_path / "log")!r})) as server:
+    print(server.process.pid, flush=True)
+    time.sleep(600)
+"""
+    command = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    server = int(command.stdout.readline())
+    os.kill(server, 0)  # it is there
+    command.send_signal(number)
+    command.communicate(timeout=60)
+    assert command.returncode == 128 + number
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)

@@ -22,13 +22,14 @@ class Servers:
         refusals: How often the receiver refuses once the base has read.
         error: What it refuses with.
         in_stream: Whether errors come as events of an answer that has begun.
+        is_whole: Whether answers end as they should.
     """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
         self.bodies: list[dict[str, Any]] = []
         self.refusals = 0
-        self.in_stream = True
+        self.in_stream = self.is_whole = True
         self.error: dict[str, Any] = {
             "message": "it is refused",
             "type": "droidkv_refused",
@@ -62,6 +63,8 @@ class Servers:
         pieces: list[Any] = [{"id": "cmpl-1", "choices": [{"text": "yes"}]}]
         for piece in [error] if is_refused else pieces:
             handler.wfile.write(f"data: {json.dumps(piece)}\n\n".encode())
+        if self.is_whole:
+            handler.wfile.write(b"data: [DONE]\n\n")
 
     def close(self) -> None:
         self._http.shutdown()
@@ -109,6 +112,37 @@ def test_the_base_stores_anew_what_is_damaged(
     servers.error["reason"] = reason
     assert servers.ask() == "yes"
     assert servers.bodies[1].get("kv_transfer_params") == params
+
+
+def test_what_turns_out_to_be_damaged_later_is_read_once_more(servers: Servers) -> None:
+    """The first refusal told of something else, so the base stored nothing over what was there."""
+    answer = servers.answer
+
+    def later(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        answer(handler, body)
+        if body["model"] == "base":
+            servers.error["reason"] = "load_corrupt"
+
+    servers.answer, servers.refusals = later, 2  # type: ignore[method-assign]
+    assert servers.ask() == "yes"
+    models = [model for model, _ in servers.asked]
+    assert models == ["tuned", "base", "tuned", "base", "tuned", "tuned"]
+    assert servers.bodies[3]["kv_transfer_params"] == {"droidkv": {"overwrite": True}}
+
+
+@pytest.mark.parametrize(("code", "reason"), [(503, "weights_changed"), (500, "load_wrong_shape")])
+def test_what_no_waiting_mends_is_not_waited_for(servers: Servers, code: int, reason: str) -> None:
+    servers.error |= {"code": code, "reason": reason}
+    with pytest.raises(RefusedError, match="it is refused"):
+        servers.ask()
+    assert servers.asked == [("tuned", 5)]
+
+
+def test_an_answer_that_breaks_off_is_none(servers: Servers) -> None:
+    servers.asked.append(("base", 1))
+    servers.is_whole = False
+    with pytest.raises(ServeError, match="broke off"):
+        servers.ask()
 
 
 def test_a_receiver_that_goes_on_refusing_is_given_up(servers: Servers) -> None:
