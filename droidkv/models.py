@@ -372,14 +372,16 @@ def _shared_read(
     # Query heads of one KV head must stand together: [batch, kv, stream * group].
     heads = query.view(-1, batch, num_kv_heads, query.shape[1] // num_kv_heads, *query.shape[2:])
     joined = heads.permute(1, 2, 0, 3, 4, 5)
+    is_single = query.shape[2] == 1
     out = nn.functional.scaled_dot_product_attention(
-        joined.flatten(1, 3),
+        # Of a single token, all heads of one KV head go as its queries, which read it once.
+        joined.flatten(2, 4) if is_single else joined.flatten(1, 3),
         key,
         value,
         attn_mask=attention_mask,
-        is_causal=attention_mask is None and query.shape[2] > 1,
+        is_causal=attention_mask is None and not is_single,
         scale=scaling,
-        enable_gqa=True,
+        enable_gqa=not is_single,
     )
     apart = out.view(joined.shape).permute(2, 0, 4, 1, 3, 5)
     return apart.flatten(0, 1).flatten(2, 3), None
@@ -394,7 +396,8 @@ def attention_mask(
     segment 0 or its own segment.
     """
     fits_window = window is None or keys.num_tokens <= window
-    if fits_window and queries.num_tokens == keys.num_tokens and keys.is_contiguous:
+    is_last = queries.num_tokens == 1 and bool((queries.positions == keys.num_tokens - 1).all())
+    if fits_window and (is_last or queries.num_tokens == keys.num_tokens) and keys.is_contiguous:
         return None
     query, key = queries.positions[:, :, None], keys.positions[:, None, :]
     visible = (key >= 0) & (key <= query)

@@ -34,6 +34,20 @@ def test_mask_is_left_to_the_kernel_only_where_it_is_plain_causality() -> None:
     assert visible(padded, padded) == [[0, 0, 0], [0, 1, 0], [0, 1, 1]]
 
 
+def test_the_last_token_needs_no_mask_and_an_earlier_one_does() -> None:
+    keys = axis(0, 1, 2)
+    assert attention_mask(axis(2), keys, None, torch.float32) is None
+    assert attention_mask(axis(2), keys, 3, torch.float32) is None
+    assert visible(axis(2), keys, window=2) == [[0, 1, 1]]
+    assert visible(axis(1), keys) == [[1, 1, 0]]
+    assert visible(axis(1), axis(PADDING, 0, 1)) == [[0, 1, 1]]
+    assert visible(axis(2, segments=[1]), axis(0, 1, 2, segments=[0, 2, 1])) == [[1, 0, 1]]
+    rows = TokenAxis(torch.tensor([[0, 1, 2], [0, 1, 2]]))
+    assert (
+        attention_mask(TokenAxis(torch.tensor([[2], [1]])), rows, None, torch.float32) is not None
+    )
+
+
 def test_mask_of_later_queries_over_earlier_keys() -> None:
     assert visible(axis(2, 3), axis(0, 1, 2, 3)) == [[1, 1, 1, 0], [1, 1, 1, 1]]
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from droidkv.bench.timing import Elapsed, median, random_tokens, rounded, surroundings, timed
 from droidkv.cache import TokenAxis
 from droidkv.errors import PlanError
-from droidkv.models import DecoderModel, TwoStreamModel, read_kv_in_place
+from droidkv.models import DecoderModel, LayerCache, TwoStreamModel, read_kv_in_place
+from droidkv.models import Step as LayerStep
 from droidkv.prefill import Context, forward, full_prefill, read_only
 from droidkv.recipe import default_targets
 from droidkv.run_folder import Progress, no_progress
@@ -92,7 +93,7 @@ class Models:
         beside = _adapted(_sharing(base.model), self.names[:1], seed).get_base_model()
         fused = _adapted(_sharing(base.model), self.names, seed).get_base_model()
         self.base = _like_fused(_sharing(base.model))
-        self.merged, self.beside = _like_fused(merged), _like_fused(beside)
+        self.merged, self.beside = _like_fused(merged), _Decoder(beside.eval(), self.names[:1])
         self.fused = TwoStreamModel(fused.eval())
 
     def ways(self, prefix: Tensor, num_rows: int, num_decoders: int) -> dict[str, Step]:
@@ -130,6 +131,20 @@ class Models:
             return torch.cat([decoder.logits(state) for state in states])
 
         return step
+
+
+class _Decoder(TwoStreamModel):
+    """The logical decoder by itself: its adapter is applied as a fused step does it."""
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.embed_prefix(input_ids)
+
+    def run_layer(self, layer: int, hidden: Tensor, step: LayerStep, cache: LayerCache) -> Tensor:
+        self._routes = [(self.adapters[0], slice(None))]
+        return DecoderModel.run_layer(self, layer, hidden, step, cache)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return DecoderModel.logits(self, hidden)
 
 
 def _write_only(model: DecoderModel, context: Context, hidden: Tensor, axis: TokenAxis) -> None:
