@@ -4,16 +4,15 @@
 
 vLLM makes HTTP 500 without a reason of every request that its engine fails. So the engine's process
 notes the reason in a file of droidkv's cache folder, before vLLM answers, and this middleware, in
-any number of API server processes, finds it by the request's id and answers with it. The processes
-must see one cache folder. A request gets an `X-Request-Id` where its client sent none, which comes
-before a `request_id` in its body. What vLLM names otherwise (`/v1/responses`) stays as it is.
+any number of API server processes, finds it by vLLM's name for the request and answers with it. The
+processes must see one cache folder.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import uuid
+import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ REFUSED_TYPE = "droidkv_refused"
 BAD_REQUEST, FAILED_DEPENDENCY, SERVER_ERROR, UNAVAILABLE = 400, 424, 500, 503
 # The file begins anew beyond that; the one before stays beside it.
 _MOST_BYTES = 1 << 16
-_ID_HEADER = b"x-request-id"
 _STREAMED_ERROR = b'data: {"error"'
 
 _READ_FIRST = "let the sender read the prefix, then ask again"
@@ -101,6 +99,7 @@ def note_refusal(record: AuditRecord) -> None:
     if path.exists() and path.stat().st_size > _MOST_BYTES:
         path.replace(_before(path))
     note = {
+        "time": time.time(),
         "request_id": record.request_id,
         "reason": str(record.reason),
         "prompt_tokens": record.prompt_tokens,
@@ -110,14 +109,15 @@ def note_refusal(record: AuditRecord) -> None:
         file.write(json.dumps(note) + "\n")
 
 
-def find_refusal(request_id: str) -> dict[str, Any] | None:
+def find_refusal(request_id: str, since: float) -> dict[str, Any] | None:
     """Why a request was refused, as the `error` of an answer; None = it was not, or is not known.
 
     Args:
-        request_id: As in `X-Request-Id`; the engine's name for it holds it.
+        request_id: The API server's name for it; the engine's name holds it.
+        since: When it arrived: clients may use a name again.
     """
-    # vLLM adds what it is, which of several prompts it is, and something random.
-    name = re.compile(rf"(\d+_)?(chat)?cmpl-{re.escape(request_id)}[-_]")
+    # vLLM adds which of several answers and prompts it is, and something random.
+    name = re.compile(rf"(\d+_)?{re.escape(request_id)}(_\d+)?(-\d+)?(-[0-9a-f]+)?")
     path = _notes()
     for file in (path, _before(path)):
         try:
@@ -129,7 +129,7 @@ def find_refusal(request_id: str) -> dict[str, Any] | None:
                 note = json.loads(line)
             except ValueError:  # being written by another server
                 continue
-            if name.match(note["request_id"]):
+            if note["time"] >= since and name.fullmatch(note["request_id"]):
                 return _error(note)
     return None
 
@@ -151,34 +151,55 @@ class ExplainRefusals:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = [*scope["headers"]]
-        request_id = next((value for name, value in headers if name == _ID_HEADER), None)
-        if request_id is None:
-            request_id = uuid.uuid4().hex.encode()
-            headers.append((_ID_HEADER, request_id))
-        explained = _Explained(request_id.decode("latin-1"), send)
-        await self._app({**scope, "headers": headers}, receive, explained.send)
+        state = dict(scope.get("state") or {})
+        explained = _Explained(state, send)
+        try:
+            await self._app({**scope, "state": state}, receive, explained.send)
+        except Exception:
+            # vLLM has no event for an error in a stream of /v1/responses, and breaks it off.
+            if not await explained.end_stream():
+                raise
 
 
 class _Explained:
     """One answer on its way out: its errors, if the request was refused, become the reason."""
 
-    def __init__(self, request_id: str, send: Send) -> None:
-        self._request_id, self._send = request_id, send
+    def __init__(self, state: Mapping[str, Any], send: Send) -> None:
+        self._state, self._send = state, send
+        self._since = time.time()
         self._start: Message | None = None
         self._body = b""
+        self._is_streaming = False
+
+    def _refusal(self) -> dict[str, Any] | None:
+        """Of the request as vLLM calls it, which it leaves in the state of the connection."""
+        metadata = self._state.get("request_metadata")
+        return None if metadata is None else find_refusal(metadata.request_id, self._since)
+
+    async def end_stream(self) -> bool:
+        """End an answer that broke off with the reason; False if it is none, or none is known."""
+        error = self._refusal() if self._is_streaming else None
+        if error is None:
+            return False
+        body = b"event: error\ndata: %s\n\n" % _json(error)
+        await self._send({"type": "http.response.body", "body": body})
+        return True
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start" and message["status"] == SERVER_ERROR:
             self._start = message  # held back until its body is there
-        elif message["type"] != "http.response.body":
+            return
+        self._is_streaming = self._start is None and (
+            message["type"] == "http.response.start" or message.get("more_body", False)
+        )
+        if message["type"] != "http.response.body":
             await self._send(message)
         elif self._start is not None:
             self._body += message.get("body", b"")
             if not message.get("more_body", False):
                 await self._send_whole(self._start)
         elif message.get("body", b"").startswith(_STREAMED_ERROR):
-            error = find_refusal(self._request_id)
+            error = self._refusal()
             if error is not None:
                 message = {**message, "body": b"data: %s\n\n" % _json(error)}
             await self._send(message)
@@ -186,7 +207,7 @@ class _Explained:
             await self._send(message)
 
     async def _send_whole(self, start: Message) -> None:
-        error = find_refusal(self._request_id)
+        error = self._refusal()
         if error is not None:
             self._body = _json(error)
             kept = [each for each in start["headers"] if each[0].lower() != b"content-length"]

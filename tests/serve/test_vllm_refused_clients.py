@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 START_SECONDS = 500.0
 FLAGS = ("--enforce-eager", "--max-model-len", "512", "--block-size", str(BLOCK))
 COMPLETION = ("completions", {"prompt": LONG})
+RESPONSE = ("responses", {"input": "word " * 60, "max_output_tokens": 2})
 CHAT = ("chat/completions", {"messages": [{"role": "user", "content": "word " * 60}]})
 
 
@@ -66,12 +67,12 @@ def ask(
         status, text = error.code, error.read().decode()
     if not body.get("stream") or status != 200:
         return status, json.loads(text)
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
-    assert lines.pop() == "[DONE]"
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line[:6] == "data: "]
+    assert endpoint == "responses" or lines.pop() == "[DONE]"
     return status, [json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize(("endpoint", "body"), [COMPLETION, CHAT])
+@pytest.mark.parametrize(("endpoint", "body"), [COMPLETION, CHAT, RESPONSE])
 def test_a_refused_client_is_told_why(url: str, endpoint: str, body: dict[str, Any]) -> None:
     for number in range(4):  # so that both processes are asked
         headers = {"X-Request-Id": "my own"} if number == 3 else None
