@@ -10,12 +10,14 @@ from typing import Any
 from droidkv.check import Check
 from droidkv.content import check_base, read_adapter_config
 from droidkv.errors import UnsupportedModelError
+from droidkv.model_identity import load_config
 from droidkv.pair import ModelRef, Pair
 from droidkv.serve.base_prefix import BasePrefixSettings
 from droidkv.serve.beside_base import adapters_of, preflight_adapters
 from droidkv.serve.launch import SHARED_FLAGS, Launch, connector_config, server_command
-from droidkv.serve.preflight import NO_BLOCK_SIZE, block_size
+from droidkv.serve.preflight import NO_BLOCK_SIZE, block_size, check_architecture
 from droidkv.serve.refusals import MIDDLEWARE
+from droidkv.serve.vllm_plugin import ARCHITECTURE_CLASSES
 
 CONNECTOR_MODULE = "droidkv.serve.vllm_base_prefix"
 _FINE_BLOCK_TOKENS = 32
@@ -99,7 +101,8 @@ def check_adapters(
         return f"rank {read_adapter_config(adapter).get('r')}"
 
     checks = preflight_adapters("adapter", adapters, look, folder, dtype, passed)
-    return [*checks, _check_blocks(settings.own_tokens, passed)]
+    architecture = check_architecture(load_config(ModelRef(str(folder))), ARCHITECTURE_CLASSES)
+    return [architecture, *checks, _check_blocks(settings.own_tokens, passed)]
 
 
 def _check_blocks(own_tokens: int | None, passed: Sequence[str]) -> Check:

@@ -99,13 +99,15 @@ def test_a_decoder_that_does_not_fit_is_not_started(tmp_path: Path) -> None:
     assert "apply = 'icarus'" in error_of("serve", "icarus", "tiny")
 
 
-def prefillshare_pair(folder: Path) -> Path:
+def prefillshare_pair(folder: Path, architecture: str = "llama") -> Path:
     """A pair file with an adapter that reads a tiny base's KV."""
     pytest.importorskip("peft")
     from serve.made_decoders import make_base, make_decoder
 
     base = folder / "base"
-    adapter = make_decoder(base if base.exists() else make_base(folder), "one", mode="prefillshare")
+    if not base.exists():
+        make_base(folder, architecture)
+    adapter = make_decoder(base, "one", mode="prefillshare")
     path = folder / "one.toml"
     model = f'model = "{base}"'
     path.write_text(
@@ -160,6 +162,9 @@ def test_adapters_that_cannot_read_it_are_not_started(tmp_path: Path) -> None:
     record_base(tmp_path / "one", "sha256:" + "0" * 64, "prefillshare")
     shown = run("serve", "prefillshare", pair, code=1)
     assert "adapter one" in shown.stdout
+    (tmp_path / "gemma").mkdir()
+    shown = run("serve", "prefillshare", prefillshare_pair(tmp_path / "gemma", "gemma2"), code=1)
+    assert "Gemma2ForCausalLM" in shown.stdout
 
 
 def test_a_receiver_says_what_becomes_of_a_miss(profiled: Path) -> None:
