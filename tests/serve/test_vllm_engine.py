@@ -580,13 +580,14 @@ def test_an_abort_in_the_step_whose_load_fails_leaves_nothing_to_be_found(
 
     with monkeypatch.context() as patch:
         patch.setattr(store, "_read", gone)
-        core.add_request("gone", {"prompt_token_ids": LONG}, sampling_params("[2,4)", 4))
+        core.add_request("gone", {"prompt_token_ids": LONG}, sampling_params("none", 4))
         core.step()
     core.abort_request(["gone"])
-    (answer,) = engine.answer([LONG], ["[2,4)"])
-    assert_same(answer, reference(models, LONG, "[2,4)"))
+    (answer,) = engine.answer([LONG], ["none"])
+    assert_same(answer, reference(models, LONG, "none"))
     records = engine.records()[-2:]
     assert [each["reason"] for each in records] == ["aborted", None]
+    assert not records[0]["asynchronous"]
     assert records[1]["advertised_tokens"] > 0  # loaded anew, not found
 
 
