@@ -127,12 +127,14 @@ def test_what_nobody_foresaw_is_a_bug_with_a_traceback(monkeypatch: pytest.Monke
 def test_a_command_that_is_ended_from_outside_ends_its_servers(
     tmp_path: Path, number: signal.Signals
 ) -> None:
+    # What is started under nohup ignores SIGHUP, and so does all it starts.
     program = f"""
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from droidkv.cli.framework import _end_in_order
 from droidkv.serve.launch import Launch
 from droidkv.serve.processes import serving
+signal.signal({int(number)}, signal.SIG_DFL)
 _end_in_order()
 sleeper = Launch((sys.executable, "-c", "import time; time.sleep(600)"), {{}}, {{}})
 with serving(sleeper, 1, Path({str(tmp_path / "log")!r})) as server:
