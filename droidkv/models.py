@@ -302,13 +302,14 @@ def _decoder_adapters(model: Any) -> dict[str, Any]:
             f"changes {others[0]}, which the encoder would read too; train it with "
             "`droidkv train icarus`"
         )
-    for config in getattr(model, "peft_config", {}).values():
+    configs = list(getattr(model, "peft_config", {}).values())
+    for config in configs:
         if rewrites_base(config.init_lora_weights):
             raise UnsupportedModelError(
                 "expected an adapter that leaves the base as it is, got one with init_lora_weights "
                 f"= {config.init_lora_weights!r}; train it with `droidkv train icarus`"
             )
-    biases = {config.bias for config in getattr(model, "peft_config", {}).values()}
+    biases = {config.bias for config in configs}
     if biases - {"none"}:
         raise UnsupportedModelError(
             f"expected an adapter that leaves the base as it is, got one with bias = "

@@ -239,7 +239,7 @@ class Oracles:
         agreeing = sum(result.agrees for result in results.values())
         return self._result(
             "the noise floor of a loss is small",
-            [_finite(result.kl) for result in results.values()],
+            [_nan_as_inf(result.kl) for result in results.values()],
             f"KL of a receiver reusing its own cache, the largest over {len(results)} plans, "
             f"{agreeing} of which give the same answer; a loss below it is none",
             MEAN_SHARE * TOLERANCES[self.receiver.dtype],
@@ -320,15 +320,16 @@ def _log_probs(model: DecoderModel, hidden: Tensor) -> Tensor:
 
 
 def _distance(left: Tensor, right: Tensor) -> float:
-    """Largest difference; what is not a number is infinitely far off."""
-    return _finite(float((left - right).abs().max()))
+    """Largest difference."""
+    return _nan_as_inf(float((left - right).abs().max()))
 
 
 def _difference(left: TeacherForced, right: TeacherForced) -> float:
-    return max(_finite(abs(left.kl - right.kl)), _finite(abs(left.nll - right.nll)))
+    return max(_nan_as_inf(abs(left.kl - right.kl)), _nan_as_inf(abs(left.nll - right.nll)))
 
 
-def _finite(distance: float) -> float:
+def _nan_as_inf(distance: float) -> float:
+    """What is not a number is infinitely far off, which `max` would not see."""
     return math.inf if math.isnan(distance) else distance
 
 

@@ -57,23 +57,20 @@ def complete_behind_base(
         ServeError: A server went away, or the request was wrong.
     """
     params = None if prefix_tokens is None else {PARAMS_KEY: {"prefix_tokens": prefix_tokens}}
-    try:
-        return complete(receiver.url, receiver.model, prompt_ids, max_tokens, params)
-    except RefusedError as cause:
-        refusal = cause
-    _require_hope(refusal)
-    _read(base, prompt_ids[:prefix_tokens], refusal)
-    is_read_again = refusal.reason in _LOST
-    deadline = time.monotonic() + wait_seconds
+    prefix_ids = prompt_ids[:prefix_tokens]
+    deadline, is_known_lost = None, False
     while True:
         try:
             return complete(receiver.url, receiver.model, prompt_ids, max_tokens, params)
         except RefusedError as cause:
             _require_hope(cause)
-            if cause.reason in _LOST and not is_read_again:
-                # Only now is it known that something there was damaged, or went meanwhile.
-                is_read_again = True
-                _read(base, prompt_ids[:prefix_tokens], cause)
+            is_lost = cause.reason in _LOST
+            if deadline is None or (is_lost and not is_known_lost):
+                # Once; and once more if only then something there turns out damaged or gone.
+                _read(base, prefix_ids, cause)
+                deadline = deadline or time.monotonic() + wait_seconds
+                is_known_lost = is_lost
+                continue
             if time.monotonic() > deadline:
                 raise RefusedError(
                     f"expected {receiver.model} to answer {len(prompt_ids)} tokens once "

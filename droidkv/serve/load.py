@@ -242,8 +242,8 @@ class Load:
     @property
     def is_complete(self) -> bool:
         """Whether there is nothing left to do, or to hope for."""
-        is_late = time.monotonic() > self._deadline and not self._done.is_set()
-        if is_late and not self.failed:  # what is there already waits as long as it must
+        if time.monotonic() > self._deadline and not self._done.is_set():
+            # Data that is there waits as long as it must.
             self.fail(Fallback.LOAD_TIMEOUT)
         recomputed = not self.job.plan.group or self._next_token == self.job.stop
         return self.failed or (self._done.is_set() and recomputed)

@@ -114,10 +114,7 @@ def train_receiver(
         base,
         task,
         recipe,
-        {
-            "data": rows_digest([*batches, *held_out]),
-            "eval_steps": settings.eval_steps,
-        },
+        {"data": rows_digest([*batches, *held_out]), "eval_steps": settings.eval_steps},
     )
     with quiet(), trainable(base, recipe) as ready, writing_into(checkpoints.folder):
         trainer = RowTrainer(

@@ -75,6 +75,14 @@ class Engine:
     def match(self, request_id: str = "r", local: int = 0) -> tuple[int | None, bool]:
         return self.half.match(request_id, local, self.salter(request_id))
 
+    def load(self, request_id: str = "r") -> tuple[int | None, bool]:
+        """A request arrives, and is given blocks for what it is promised."""
+        self.admit(request_id)
+        promised = self.match(request_id)
+        assert promised[0]
+        self.half.allocate(request_id, BLOCKS, promised[0])
+        return promised
+
     def refusal(self, request_id: str = "r") -> tuple[bool, Fallback | None]:
         """As the engine does it: a load that fails, the request failed, then the report."""
         assert self.match(request_id) == (1, True)
@@ -183,9 +191,7 @@ def test_a_request_that_ends_in_the_step_of_its_load_is_recorded_with_its_report
     engine_of: EngineOf,
 ) -> None:
     engine = engine_of()
-    engine.admit()
-    engine.match()
-    engine.half.allocate("r", BLOCKS, 32)
+    engine.load()
     engine.half.take_jobs()
     engine.half.finish("r")
     assert engine.records == []
@@ -245,9 +251,7 @@ def test_two_requests_for_one_prefix_load_it_once(engine_of: EngineOf) -> None:
 @pytest.mark.parametrize("reason", [Fallback.LOAD_CORRUPT, Fallback.LOAD_TIMEOUT])
 def test_a_failed_load_makes_the_request_exact(engine_of: EngineOf, reason: Fallback) -> None:
     engine = engine_of()
-    engine.admit()
-    engine.match()
-    engine.half.allocate("r", BLOCKS, 32)
+    engine.load()
     engine.half.take_jobs()
     assert engine.half.report("r", LoadReport(reason=reason), engine.salter("r"))
     assert engine.salts["r"] is None
@@ -258,9 +262,7 @@ def test_a_failed_load_makes_the_request_exact(engine_of: EngineOf, reason: Fall
 
 def test_a_failed_waiting_load_starts_over_in_blocks_of_its_own(engine_of: EngineOf) -> None:
     engine = engine_of(asynchronous=True)
-    engine.admit()
-    assert engine.match() == (32, True)
-    engine.half.allocate("r", BLOCKS, 32)
+    assert engine.load() == (32, True)
     report = LoadReport(reason=Fallback.LOAD_SHORT)
     assert not engine.half.report("r", report, engine.salter("r"))  # no block to hide
     assert engine.match() == (0, False)
@@ -343,10 +345,8 @@ def test_a_store_that_is_down_is_given_up(engine_of: EngineOf) -> None:
 
 def test_nobody_waits_longer_for_another_ones_load_than_for_his_own(engine_of: EngineOf) -> None:
     engine = engine_of(load_seconds=0.05)
-    engine.admit("first")
+    engine.load("first")
     engine.admit("second")
-    engine.match("first")
-    engine.half.allocate("first", BLOCKS, 32)
     assert engine.match("second") == (None, False)
     time.sleep(0.06)
     # Once more, since what the engine found locally was found under the plan's salt.
@@ -358,10 +358,8 @@ def test_nobody_waits_longer_for_another_ones_load_than_for_his_own(engine_of: E
 
 def test_an_aborted_request_leaves_nothing_behind(engine_of: EngineOf) -> None:
     engine = engine_of(asynchronous=True)
-    engine.admit("first")
+    engine.load("first")
     engine.admit("second")
-    engine.match("first")
-    engine.half.allocate("first", BLOCKS, 32)
     assert engine.reason("first", is_aborted=True) == Fallback.ABORTED
     jobs = engine.half.take_jobs()
     assert [job.request_id for job in jobs.loads] == jobs.dropped == ["first"]
@@ -376,30 +374,22 @@ def test_blocks_of_a_load_that_was_cut_off_are_found_by_no_other(
 ) -> None:
     """They are in the engine's cache as soon as they are given, whatever came of the load."""
     engine = engine_of()
-    engine.admit()
-    assert engine.match() == (32, False)
-    engine.half.allocate("r", BLOCKS, 32)
+    assert engine.load() == (32, False)
     assert engine.half.finish("r", **{end: True})
     engine.half.report("r", LoadReport(reason=Fallback.LOAD_ABSENT), engine.salter("r"))
     waiting = engine_of(asynchronous=True)  # in no cache before the load is over
-    waiting.admit()
-    waiting.match()
-    waiting.half.allocate("r", BLOCKS, 32)
+    waiting.load()
     assert not waiting.half.finish("r", **{end: True})
     over = engine_of()
-    over.admit()
-    over.match()
-    over.half.allocate("r", BLOCKS, 32)
+    over.load()
     over.half.report("r", LoadReport(), over.salter("r"))
     assert not over.half.finish("r", **{end: True})
 
 
 def test_blocks_that_are_being_filled_are_not_taken_for_full(engine_of: EngineOf) -> None:
     engine = engine_of()
-    engine.admit("first")
+    engine.load("first")
     engine.admit("second")
-    engine.match("first")
-    engine.half.allocate("first", BLOCKS, 32)
     assert engine.match("second", local=32) == (None, False)
     engine.half.report("first", LoadReport(), engine.salter("first"))
     assert engine.match("second", local=32) == (0, False)
@@ -408,10 +398,8 @@ def test_blocks_that_are_being_filled_are_not_taken_for_full(engine_of: EngineOf
 def test_a_step_recomputes_no_more_than_its_limit(engine_of: EngineOf) -> None:
     engine = engine_of(tokens_per_step=40)
     other = RequestView("other", TOKENS[:24], {"droidkv": {"plan": "[2,4)"}})
-    engine.admit("first")
+    assert engine.load("first") == (32, False)
     engine.half.admit(other, engine.salter("other"))
-    assert engine.match("first") == (32, False)
-    engine.half.allocate("first", BLOCKS, 32)
     assert engine.match("other") == (16, True)  # 48 in all
     engine.half.take_jobs()
     assert engine.match("other") == (16, False)
@@ -508,9 +496,7 @@ def test_a_failed_load_that_the_engine_does_not_prefill_is_recorded_as_refused(
 
 def test_a_request_that_fails_for_another_reason_gives_up_its_load(engine_of: EngineOf) -> None:
     engine = engine_of(own_tokens=20, asynchronous=True)
-    engine.admit()
-    engine.match()
-    engine.half.allocate("r", BLOCKS, 32)
+    engine.load()
     engine.half.take_jobs()
     engine.half.finish("r", is_failed=True)
     assert engine.half.take_jobs() == StepJobs(dropped=["r"])
@@ -655,9 +641,7 @@ def test_the_suffix_pass_of_a_request_that_waited_is_timed_once(
 ) -> None:
     engine = engine_of(asynchronous=True, timeline=True)
     load = Span("load", 0, 0.0, 1.0)
-    engine.admit()
-    assert engine.match() == (32, True)
-    engine.half.allocate("r", BLOCKS, 32)
+    assert engine.load() == (32, True)
     assert engine.half.take_suffixes(["r"]) == []
     engine.half.report("r", LoadReport(loaded_bytes=7, spans=[load]), engine.salter("r"))
     assert engine.half.take_suffixes(["other"]) == []

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from droidkv.serve.connector_plan import LOAD_ORDERS, Fallback, LoadJob, LoadOrd
 from droidkv.serve.objects import MissReason, ObjectName, StoreMiss
 from droidkv.serve.receiver_worker import ReceiverWorker, StepResult
 from droidkv.serve.sender_worker import SenderWorker
-from droidkv.serve.store import MemoryStore, chunk_keys
+from droidkv.serve.store import MemoryStore, Store, chunk_keys
 from droidkv.stitch import StitchMap, fit_stitch
 
 CHUNK, BLOCK = 8, 4
@@ -32,6 +33,7 @@ SLOW = 600.0  # seconds that no load here takes, however busy the machine
 NAMESPACE = "a" * 64
 TOKENS = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 BLOCKS = (7, 2, 9, 0, 11, 5, 3, 8, 1, 4)
+WorkerOf = Callable[..., ReceiverWorker]
 PLANS = ["none", "[0,2)", "[2,4)", "[4,6)", "[3,4)", "all"]
 
 SENDER = tiny_model(seed=1)
@@ -76,9 +78,15 @@ def engine() -> FakePagedModel:
 
 
 @pytest.fixture
-def workers() -> Iterator[list[ReceiverWorker]]:
+def worker_of() -> Iterator[WorkerOf]:
+    """Makes workers, which are closed afterwards."""
     made: list[ReceiverWorker] = []
-    yield made
+
+    def make(engine: FakePagedModel, store: Store, **settings: Any) -> ReceiverWorker:
+        made.append(ReceiverWorker(engine, store, NAMESPACE, **settings))
+        return made[-1]
+
+    yield make
     for worker in made:
         worker.close()
 
@@ -123,10 +131,9 @@ def test_a_load_builds_the_mixed_cache(
     order: LoadOrder,
     store: FaultyStore,
     engine: FakePagedModel,
-    workers: list[ReceiverWorker],
+    worker_of: WorkerOf,
 ) -> None:
-    worker = ReceiverWorker(engine, store, NAMESPACE, order, SLOW)
-    workers.append(worker)
+    worker = worker_of(engine, store, order=order, load_seconds=SLOW)
     worker.start([job(plan)])
     for layer in range(NUM_LAYERS):
         worker.wait_for_layer(layer)
@@ -137,10 +144,9 @@ def test_a_load_builds_the_mixed_cache(
 
 
 def test_a_partly_local_prefix_is_completed(
-    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+    store: FaultyStore, engine: FakePagedModel, worker_of: WorkerOf
 ) -> None:
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW)
     worker.start([job("[2,4)", stop=16)])
     worker.end_step()
     worker.start([job("[2,4)", stop=32, start=12)])  # neither chunk- nor request-aligned
@@ -153,10 +159,9 @@ def test_a_partly_local_prefix_is_completed(
 
 
 def test_a_waiting_request_is_recomputed_within_the_budget(
-    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+    store: FaultyStore, engine: FakePagedModel, worker_of: WorkerOf
 ) -> None:
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW, tokens_per_step=10)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW, tokens_per_step=10)
     worker.start([job("[2,5)", waits=True)])
     result = steps_until_over(worker)
     assert result.finished == {"r"} and result.failed == set()
@@ -168,21 +173,17 @@ def test_a_waiting_request_is_recomputed_within_the_budget(
 
 
 def test_a_stitched_plan_maps_e_first(
-    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+    store: FaultyStore, engine: FakePagedModel, worker_of: WorkerOf
 ) -> None:
     stitch = fit_stitch(SENDER, RECEIVER, [TOKENS], rank=4)
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW, stitch=stitch)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW, stitch=stitch)
     worker.start([job("[2,4)+stitch")])
     worker.end_step()
     assert_mixed(engine, job("[2,4)+stitch"), stitch)
 
 
-def test_bytes_are_counted(
-    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
-) -> None:
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
-    workers.append(worker)
+def test_bytes_are_counted(store: FaultyStore, engine: FakePagedModel, worker_of: WorkerOf) -> None:
+    worker = worker_of(engine, store, load_seconds=SLOW)
     worker.start([job("[2,4)")])
     report = worker.end_step().reports["r"]
     kv = 2 * engine.kv_shape[0] * engine.kv_shape[1] * 32 * 4
@@ -231,7 +232,7 @@ def test_any_fault_gives_the_request_back(
     waits: bool,
     store: FaultyStore,
     engine: FakePagedModel,
-    workers: list[ReceiverWorker],
+    worker_of: WorkerOf,
 ) -> None:
     last = len(TOKENS) // CHUNK - 2
 
@@ -240,8 +241,7 @@ def test_any_fault_gives_the_request_back(
         return fault(name, found) if hit else found
 
     store.fault = one
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW)
     worker.start([job("[2,4)", waits=waits)])
     if waits:
         result = steps_until_over(worker)
@@ -257,7 +257,7 @@ def test_any_fault_gives_the_request_back(
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_store_that_hangs_is_left_at_the_deadline_and_writes_no_more(
-    waits: bool, store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+    waits: bool, store: FaultyStore, engine: FakePagedModel, worker_of: WorkerOf
 ) -> None:
     release = threading.Event()
 
@@ -267,8 +267,7 @@ def test_a_store_that_hangs_is_left_at_the_deadline_and_writes_no_more(
         return found
 
     store.fault = hang
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=0.3)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=0.3)
     began = time.monotonic()
     worker.start([job("[2,4)", waits=waits)])
     result = steps_until_over(worker)
@@ -282,10 +281,9 @@ def test_a_store_that_hangs_is_left_at_the_deadline_and_writes_no_more(
 
 
 def test_what_is_there_already_may_be_recomputed_past_the_deadline(
-    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+    store: FaultyStore, engine: FakePagedModel, worker_of: WorkerOf
 ) -> None:
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW, tokens_per_step=10)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW, tokens_per_step=10)
     worker.start([job("[2,5)", waits=True)])
     load = worker._waiting["r"]
     assert load._done.wait(SLOW)
@@ -295,11 +293,10 @@ def test_what_is_there_already_may_be_recomputed_past_the_deadline(
 
 
 def test_another_models_shape_is_refused(
-    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+    store: FaultyStore, engine: FakePagedModel, worker_of: WorkerOf
 ) -> None:
     engine.kv_shape = (engine.kv_shape[0] + 1, engine.kv_shape[1])
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW)
     worker.start([job("none")])
     assert worker.end_step().reports["r"].reason == Fallback.LOAD_WRONG_SHAPE
 
@@ -307,21 +304,20 @@ def test_another_models_shape_is_refused(
 def test_a_failing_recompute_gives_the_request_back(
     store: FaultyStore,
     engine: FakePagedModel,
-    workers: list[ReceiverWorker],
+    worker_of: WorkerOf,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(engine, "recompute", broken)
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW)
     worker.start([job("[2,4)")])
     assert worker.end_step().reports["r"].reason == Fallback.RECOMPUTE_FAILED
 
 
 def test_an_aborted_request_is_let_go(
-    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+    store: FaultyStore, engine: FakePagedModel, worker_of: WorkerOf
 ) -> None:
     release = threading.Event()
 
@@ -330,8 +326,7 @@ def test_an_aborted_request_is_let_go(
         return found
 
     store.fault = hang
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW)
     worker.start([job("none", waits=True)])
     worker.end_step()
     worker.start([], dropped=["r"])
@@ -342,17 +337,16 @@ def test_an_aborted_request_is_let_go(
 
 
 def test_a_refused_request_is_told_that_its_load_failed_once(
-    engine: FakePagedModel, store: FaultyStore, workers: list[ReceiverWorker]
+    engine: FakePagedModel, store: FaultyStore, worker_of: WorkerOf
 ) -> None:
-    worker = ReceiverWorker(engine, store, NAMESPACE)
-    workers.append(worker)
+    worker = worker_of(engine, store)
     worker.start([], refused=["r"])
     assert worker.end_step() == StepResult(finished={"r"}, failed={"r"})
     worker.start([])
     assert worker.end_step() == StepResult()
 
 
-def test_a_sender_stores_what_a_receiver_can_load(workers: list[ReceiverWorker]) -> None:
+def test_a_sender_stores_what_a_receiver_can_load(worker_of: WorkerOf) -> None:
     cache = captured(len(TOKENS))
     sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
     slots = torch.tensor([BLOCKS[t // BLOCK] * BLOCK + t % BLOCK for t in range(len(TOKENS))])
@@ -368,18 +362,16 @@ def test_a_sender_stores_what_a_receiver_can_load(workers: list[ReceiverWorker])
     worker.close()
     assert worker.counts()["stored"] == 4
     engine = FakePagedModel(RECEIVER, num_blocks=16, block_tokens=BLOCK)
-    receiver = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
-    workers.append(receiver)
+    receiver = worker_of(engine, store, load_seconds=SLOW)
     receiver.start([job("[2,4)")])
     assert receiver.end_step().reports["r"].reason is None
     assert_mixed(engine, job("[2,4)"))
 
 
 def test_a_timeline_covers_every_layer(
-    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+    store: FaultyStore, engine: FakePagedModel, worker_of: WorkerOf
 ) -> None:
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW, timeline=True)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW, timeline=True)
     worker.start([job("[2,4)")])
     for layer in range(NUM_LAYERS):
         worker.wait_for_layer(layer)
@@ -404,7 +396,7 @@ def test_a_timeline_covers_every_layer(
 
 
 def test_recomputing_starts_with_the_first_chunk(
-    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+    store: FaultyStore, engine: FakePagedModel, worker_of: WorkerOf
 ) -> None:
     seen: list[tuple[int, int]] = []
 
@@ -417,8 +409,7 @@ def test_recomputing_starts_with_the_first_chunk(
         return buffer
 
     store.fault = after_the_first
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW)
     worker.start([job("[2,4)")])
     for layer in range(NUM_LAYERS):
         worker.wait_for_layer(layer)
@@ -446,7 +437,7 @@ class WaitsForNextRead(FakePagedModel):
 
 
 def test_the_next_layer_is_read_while_one_is_written(
-    store: FaultyStore, workers: list[ReceiverWorker]
+    store: FaultyStore, worker_of: WorkerOf
 ) -> None:
     reads: list[int] = []
 
@@ -456,8 +447,7 @@ def test_the_next_layer_is_read_while_one_is_written(
 
     store.fault = reading
     engine = WaitsForNextRead(reads)
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW)
     worker.start([job("[0,0)")])
     for layer in range(NUM_LAYERS):
         worker.wait_for_layer(layer)
@@ -484,12 +474,11 @@ def released(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> threading.E
 def loading(
     store: FaultyStore,
     engine: FakePagedModel,
-    workers: list[ReceiverWorker],
+    worker_of: WorkerOf,
     released: threading.Event,
 ) -> ReceiverWorker:
     """It has begun to load all layers."""
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW)
     worker.start([job("[0,0)")])
     return worker
 
@@ -522,19 +511,17 @@ def test_a_load_that_keeps_cores_busy_is_over_before_the_pass(
 
 
 def test_no_timeline_is_kept_unasked(
-    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+    store: FaultyStore, engine: FakePagedModel, worker_of: WorkerOf
 ) -> None:
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW)
     worker.start([job("[2,4)")])
     assert worker.end_step().reports["r"].spans == []
 
 
 def test_the_suffix_pass_behind_a_load_that_was_waited_for_is_timed(
-    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+    store: FaultyStore, engine: FakePagedModel, worker_of: WorkerOf
 ) -> None:
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW, timeline=True)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW, timeline=True)
     worker.start([job("[2,4)", waits=True)])
     load = steps_until_over(worker).reports["r"]
     assert [span for span in load.spans if span.kind == "suffix"] == []
@@ -557,10 +544,9 @@ def test_the_suffix_pass_behind_a_load_that_was_waited_for_is_timed(
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_nothing_is_supplied_to_a_model_that_was_updated(
-    waits: bool, store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+    waits: bool, store: FaultyStore, engine: FakePagedModel, worker_of: WorkerOf
 ) -> None:
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW)
     engine.is_updated = True
     worker.start([job("[2,4)", waits=waits)])
     for layer in range(NUM_LAYERS):
@@ -574,10 +560,9 @@ def test_nothing_is_supplied_to_a_model_that_was_updated(
 
 
 def test_an_update_while_a_load_is_waited_for_makes_it_worthless(
-    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+    store: FaultyStore, engine: FakePagedModel, worker_of: WorkerOf
 ) -> None:
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW, tokens_per_step=16)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW, tokens_per_step=16)
     worker.start([job("[2,4)", waits=True)])
     deadline = time.monotonic() + SLOW
     while not engine.recomputed and time.monotonic() < deadline:
@@ -587,10 +572,9 @@ def test_an_update_while_a_load_is_waited_for_makes_it_worthless(
 
 
 def test_a_request_may_choose_its_order(
-    store: FaultyStore, engine: FakePagedModel, workers: list[ReceiverWorker]
+    store: FaultyStore, engine: FakePagedModel, worker_of: WorkerOf
 ) -> None:
-    worker = ReceiverWorker(engine, store, NAMESPACE, load_seconds=SLOW, timeline=True)
-    workers.append(worker)
+    worker = worker_of(engine, store, load_seconds=SLOW, timeline=True)
     worker.start([replace(job("[2,4)"), order="all_first")])
     spans = worker.end_step().reports["r"].spans
     loads = [span for span in spans if span.kind == "load"]
