@@ -77,6 +77,11 @@ class _Tracked:
     record: AuditRecord
     base_blocks: int
     most_own_tokens: int
+    wants_own: bool = False
+
+    def is_refused(self) -> bool:
+        """Whether it ends in an error: nothing is reused, and its own prefill was not asked for."""
+        return self.record.reason is not None and not self.wants_own
 
 
 class BasePrefixScheduler:
@@ -136,7 +141,9 @@ class BasePrefixScheduler:
         except PlanError:
             record.reason = Fallback.BAD_PLAN
             return
-        record.reason = (self._wish(ask) or obstacle) if has_room else Fallback.LORA
+        wish = self._wish(ask)
+        tracked.wants_own = has_room and wish in (Fallback.OPTED_OUT, Fallback.FULL_PREFILL)
+        record.reason = (wish or obstacle) if has_room else Fallback.LORA
         if record.reason is not None:
             return
         prefix = prompt_tokens if ask.prefix_tokens is None else ask.prefix_tokens
@@ -162,7 +169,7 @@ class BasePrefixScheduler:
     def refuses(self, request_id: str) -> bool:
         """Whether it is known already that the request ends in an error."""
         tracked = self._requests.get(request_id)
-        return tracked is not None and _is_failure(tracked.record.reason)
+        return tracked is not None and tracked.is_refused()
 
     def match(self, request_id: str, found_tokens: int) -> bool:
         """The engine found so many tokens in its cache; whether it is to fail the request.
@@ -184,7 +191,7 @@ class BasePrefixScheduler:
                 record.reason = Fallback.NOT_COVERED
             elif record.prompt_tokens - record.local_tokens > tracked.most_own_tokens:
                 record.reason = Fallback.PARTLY_COVERED
-        record.refused = _is_failure(record.reason)
+        record.refused = tracked.is_refused()
         return record.refused
 
     def allocate(self, request_id: str) -> None:
@@ -207,7 +214,3 @@ class BasePrefixScheduler:
         if is_aborted:
             record.reason, record.refused = Fallback.ABORTED, False
         self._on_record(record)
-
-
-def _is_failure(reason: Fallback | None) -> bool:
-    return reason not in (None, Fallback.OPTED_OUT, Fallback.FULL_PREFILL)

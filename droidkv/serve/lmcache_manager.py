@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,8 +17,12 @@ from droidkv.serve.lmcache_settings import WRITING_PREFIX, LMCacheSettings
 MEMORY, DISK, REMOTE = "LocalCPUBackend", "LocalDiskBackend", "RemoteBackend"
 
 
-def start_manager(settings: LMCacheSettings) -> Any:
+def start_manager(settings: LMCacheSettings, on_no_room: Callable[[], None]) -> Any:
     """A storage manager with the tiers and the backend of these settings.
+
+    Args:
+        settings: What it is to have.
+        on_no_room: Called whenever its memory is too full for an object.
 
     Raises:
         MissingExtraError: lmcache is not installed.
@@ -56,11 +61,18 @@ def start_manager(settings: LMCacheSettings) -> Any:
     manager = manager_module.StorageManager(config, metadata, events_module.EventManager())
     # Its clients allocate on the event loop, and would spin there for ever where memory is full.
     memory = manager.local_cpu_backend
-    memory.allocate = partial(memory.allocate, busy_loop=False)
+    memory.allocate = partial(_allocate, memory.allocate, on_no_room)
     disk = manager.storage_backends.get(DISK)
     if disk is not None:
         disk.async_save_bytes_to_disk = partial(_save, disk, disk.async_save_bytes_to_disk)
     return manager
+
+
+def _allocate(allocate: Any, on_no_room: Callable[[], None], *args: Any, **options: Any) -> Any:
+    memory = allocate(*args, **{**options, "busy_loop": False})
+    if memory is None:
+        on_no_room()
+    return memory
 
 
 def _save(disk: Any, save: Any, key: Any, memory_obj: Any, **options: Any) -> None:

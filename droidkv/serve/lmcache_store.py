@@ -32,6 +32,7 @@ _GIB = 1024**3
 # Layer ids of E objects in LMCache's keys start here, past every model's layers.
 _FIRST_HIDDEN_LAYER = 100_000
 _NUM_THREADS = 8
+_LOOKUP_THREADS = 4
 _GETS_IN_FLIGHT = 8
 _LOOKUPS_IN_FLIGHT = 32
 _START_SECONDS = 300.0  # a busy machine needs minutes
@@ -63,16 +64,19 @@ class LMCacheStore(Store):
         os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
         self._utils = require_extra("lmcache.utils", "store")
         self._format = require_extra("lmcache.v1.memory_management", "store").MemoryFormat.HS_TD
+        self._times_full = 0
         self._calls = BoundedCalls(_NUM_THREADS, "droidkv-store", keep_to_one_core)
         try:
             self._manager = self._calls.call(
-                partial(start_manager, settings), deadline_in(_START_SECONDS)
+                partial(start_manager, settings, self._had_no_room), deadline_in(_START_SECONDS)
             )
         except (OSError, RuntimeError, ValueError, AssertionError) as cause:
             raise StorageError(
                 f"expected to start LMCache with {settings}, but {type(cause).__name__}: {cause}"
             ) from cause
         self._connecting = BoundedCalls(1, "droidkv-connect", keep_to_one_core)
+        # Reads that wait for a slow link must not keep a look-up from its answer.
+        self._lookups = BoundedCalls(_LOOKUP_THREADS, "droidkv-lookup-store", keep_to_one_core)
         self._is_lm = settings.scheme == "lm"
         self._lm_lock: asyncio.Lock | None = None
         self._max_pending_bytes = int(settings.max_local_cpu_gib * _GIB / 2)
@@ -112,7 +116,7 @@ class LMCacheStore(Store):
         loop = self._manager.loop
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(loop.stop)
-        for calls in (self._calls, self._connecting):
+        for calls in (self._calls, self._lookups, self._connecting):
             calls.stop(deadline_in(_STOP_SECONDS))
         _OPEN.discard(self)
 
@@ -153,14 +157,14 @@ class LMCacheStore(Store):
 
     def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
         self._require_open()
-        return self._calls.call(partial(self._count_now, names, deadline), deadline)
+        return self._lookups.call(partial(self._count_now, names, deadline), deadline)
 
     def _count_shared(self, names: Sequence[ObjectName], deadline: float) -> int:
         if self._remote is None:
             return self._count_leading(names, deadline)
         self._require_open()
         keys = [self._key(name) for name in names]
-        return self._calls.call(partial(self._count_remote, keys, deadline), deadline)
+        return self._lookups.call(partial(self._count_remote, keys, deadline), deadline)
 
     def _read(
         self, names: Sequence[ObjectName], deadline: float, lent: ExitStack
@@ -230,7 +234,7 @@ class LMCacheStore(Store):
         None is ever cancelled: cancelling a call of LMCache's Redis client ends one of the four
         workers that serve all its calls.
         """
-        connection = self._connection(deadline)
+        connection, times_full = self._connection(deadline), self._times_full
         waiting, running = deque(keys), deque[Future]()
         found: list[Tensor | None] = []
         try:
@@ -243,7 +247,7 @@ class LMCacheStore(Store):
                 running.popleft()
                 if memory is None:
                     found.append(None)
-                    self._require_absent(connection, key, deadline)
+                    self._require_absent(connection, key, deadline, times_full)
                 else:
                     found.append(self._kept(key, memory, held))
         finally:
@@ -264,9 +268,21 @@ class LMCacheStore(Store):
             raise TimeoutError("earlier reads did not end by the deadline")
         return True
 
-    def _require_absent(self, connection: Any, key: Any, deadline: float) -> None:
-        """LMCache answers nothing for absent objects and for those it could not read whole."""
+    def _had_no_room(self) -> None:
+        self._times_full += 1
+
+    def _require_absent(self, connection: Any, key: Any, deadline: float, times_full: int) -> None:
+        """LMCache answers nothing for absent objects, and for those it could not read whole.
+
+        Nor for those that its memory had no room for, which are not damaged; `times_full` is how
+        often that had happened before.
+        """
         if _result(self._submit(connection, connection.exists, key), deadline):
+            if self._times_full > times_full:
+                raise StoreMiss(
+                    MissReason.BACKEND_DOWN,
+                    "LMCache's memory had no room for the object; give it more by cpu_gib",
+                )
             if self._is_lm:
                 self._drop(connection)
             raise StoreMiss(MissReason.SHORT, "the object is there, but could not be read whole")

@@ -53,7 +53,7 @@ METRICS: Mapping[str, Metric] = {
     "droidkv_saved_chunks": Metric(
         "counter",
         "Sender: chunks, by outcome: stored, present (the store had them), failed, resting, "
-        "without_hidden, weights_changed.",
+        "without_hidden, weights_changed, mixed_adapters.",
         "outcome",
     ),
     "droidkv_store_rests": Metric(

@@ -55,5 +55,8 @@ class PagedModel(Protocol):
         of each layer before it runs.
         """
 
+    def mixes_adapters(self) -> bool:
+        """Whether the last step may have run requests without a LoRA through one."""
+
     def weights_changed(self) -> bool:
         """Whether the weights are others than those that the engine started with."""

@@ -48,7 +48,10 @@ _REFUSED_FLAGS: dict[str, tuple[str, ...]] = {
     "speculative decoding": ("--speculative-config", "-sc"),
     "quantised weights": ("--quantization", "-q"),
     "weight transfer": ("--weight-transfer-config",),
+    "microbatching": ("--enable-dbo",),
 }
+# The model would not be what its folder says, by which its caches are named.
+_FOREIGN_SETTINGS = ("--hf-overrides", "--hf-config-path")
 
 
 def preflight(
@@ -202,6 +205,15 @@ def check_flags(passed: Sequence[str], lora: str | None = None) -> Iterator[Chec
         if passed_value(passed, *flags) is not None:
             advice = f"leave {flags[0]} out: {what} was never tested here"
             yield Check(flags[0].removeprefix("--"), "fail", what, advice)
+    foreign = [flag for flag in _FOREIGN_SETTINGS if passed_value(passed, flag) is not None]
+    if passed_value(passed, "--load-format") == "dummy":
+        foreign.append("--load-format")
+    for flag in foreign:
+        advice = (
+            f"leave {flag} out: caches are named by what the model's folder holds; serve a folder "
+            "whose config.json and weights say so instead"
+        )
+        yield Check(flag.removeprefix("--"), "fail", "another model than its folder's", advice)
     cache_dtype = passed_value(passed, "--kv-cache-dtype")
     if cache_dtype is not None and cache_dtype.startswith(("fp8", "int", "nvfp")):
         advice = "leave --kv-cache-dtype out: the scales of such a cache are not stored"

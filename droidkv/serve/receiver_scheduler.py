@@ -224,6 +224,7 @@ class ReceiverScheduler:
         assert tracked.plan is not None and tracked.salt is not None
         start = tracked.num_tokens - external_tokens
         tracked.may_load = False  # asked anew should it be preempted
+        tracked.waits_until = None
         tracked.record.local_tokens = start
         tracked.record.advertised_tokens = external_tokens
         tracked.record.num_loads += 1
@@ -458,7 +459,8 @@ class ReceiverScheduler:
         except FutureTimeout:
             if time.monotonic() < tracked.deadline:
                 return False
-            self.lookups.failed()
+            if not tracked.lookup.cancel():  # one that never began says nothing of the store
+                self.lookups.failed()
             tracked.lookup = None
             record.reason = Fallback.LOOKUP_TIMEOUT
             return True

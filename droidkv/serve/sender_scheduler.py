@@ -39,16 +39,10 @@ class SenderScheduler:
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
         self._requests: dict[str, _Sending] = {}
-        self._is_stopped = False
-
-    def stop(self) -> None:
-        """Store nothing more, of requests under way neither: what is computed may be wrong."""
-        self._is_stopped = True
-        self._requests.clear()
 
     def admit(self, view: RequestView) -> None:
         """A request arrived. One of a kind that cannot be reused is not stored."""
-        if view.obstacle is None and not self._is_stopped:
+        if view.obstacle is None:
             self._requests[view.request_id] = _Sending(view)
 
     def step(self, scheduled: Iterable[Scheduled]) -> list[SaveJob]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -23,9 +24,19 @@ from droidkv.serve.threads import background_pool
 
 # What came of a chunk. `present`: the store had it, from an earlier request or from before this
 # process began. `resting`: the store is not asked, having failed several times in a row.
-ChunkEnd = Literal["stored", "present", "failed", "resting", "without_hidden", "weights_changed"]
+# `mixed_adapters`: the engine has run requests without a LoRA through one.
+ChunkEnd = Literal[
+    "stored",
+    "present",
+    "failed",
+    "resting",
+    "without_hidden",
+    "weights_changed",
+    "mixed_adapters",
+]
 CHUNK_ENDS: tuple[ChunkEnd, ...] = get_args(ChunkEnd)
 _LOOKUP_SECONDS = 2.0
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -106,18 +117,24 @@ class SenderWorker:
         self._counting = threading.Lock()
         self._counts: Counter[ChunkEnd] = Counter()
         self._told: Counter[ChunkEnd] = Counter()
+        self._has_mixed_adapters = False
 
     def save(self, jobs: Sequence[SaveJob]) -> None:
         """After a step's forward pass: copy what it completed, and hand it to the store."""
+        self._watch_adapters()
         deadline = deadline_in(self._wait_seconds)
         copied: list[_Copied] = []
-        is_refused = bool(jobs) and self._model.weights_changed()
+        refused: ChunkEnd | None = None
+        if self._has_mixed_adapters:
+            refused = "mixed_adapters"
+        elif jobs and self._model.weights_changed():
+            refused = "weights_changed"
         for job in jobs:
             chunk = self._store.chunk_tokens
             keys = chunk_keys(self._namespace, job.token_ids, chunk)
             for key in keys[job.first_chunk :]:
-                if is_refused:
-                    self._count("weights_changed")
+                if refused is not None:
+                    self._count(refused)
                     continue
                 start = key.index * chunk
                 slots = torch.tensor(
@@ -125,6 +142,15 @@ class SenderWorker:
                 )
                 self._copy_chunk(key, slots, job.overwrite, deadline, copied)
         self._hand_over(copied)
+
+    def _watch_adapters(self) -> None:
+        """Once a step went wrong, later ones may find its blocks in the engine's prefix cache."""
+        if not self._has_mixed_adapters and self._model.mixes_adapters():
+            self._has_mixed_adapters = True
+            _LOG.warning(
+                "nothing more is stored: with all places for adapters taken, vLLM computes the "
+                "base's own KV wrong on a CPU; start with a larger --max-loras"
+            )
 
     def _copy_chunk(
         self,

@@ -319,7 +319,11 @@ def _on_miss(settings: ServeSettings, profile: Profile | None) -> OnMiss:
 def plan_chooser(
     settings: ServeSettings, pair: ReceiverPair, num_layers: int
 ) -> Callable[[int, int], ReusePlan | None] | None:
-    """The server's own choice of plan for a request, by tokens reusable and not; None = none."""
+    """The server's own choice of plan for a request, by tokens reusable and not; None = none.
+
+    Raises:
+        CalibrationError: The calibration is of another model's shape.
+    """
     if settings.plan is not None:
         plan = ReusePlan.parse(settings.plan, num_layers)
         return lambda prefix_tokens, suffix_tokens: plan
@@ -348,6 +352,7 @@ def plan_chooser(
     if calibration is None:  # the choice depends on the profile alone
         return lambda prefix_tokens, suffix_tokens: choose(1, 1)
     step = settings.chunk_tokens
+    choose(step, step)  # a calibration of another model is refused now, not at every request
     # Rounded up, so that few different requests are ever weighed.
     return lambda prefix_tokens, suffix_tokens: choose(
         prefix_tokens, -(-suffix_tokens // step) * step

@@ -29,7 +29,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
 )
-from vllm.platforms import current_platform
 from vllm.v1.engine import FinishReason
 
 from droidkv.serve.connector_plan import (
@@ -84,7 +83,6 @@ class DroidKVConnector(CountsRequests, KVConnectorBase_V1):  # type: ignore[misc
         self._setup = read_setup(vllm_config, kv_cache_config)
         self._is_sender = self._setup.settings.role == "sender"
         self._requests: dict[str, Any] = {}
-        self._adapters: set[Any] = set()
         self._ended: list[dict[str, Any]] = []
         self._sender_scheduler: Any = None
         self._receiver_scheduler: Any = None
@@ -141,7 +139,6 @@ class DroidKVConnector(CountsRequests, KVConnectorBase_V1):  # type: ignore[misc
     def on_new_request(self, request: Any) -> None:
         self._requests[request.request_id] = request
         if self._is_sender:
-            self._watch_adapters(request.lora_request)
             self._sender_scheduler.admit(_view(request, _sender_obstacle(request)))
         else:
             view = _view(request, _receiver_obstacle(request))
@@ -149,24 +146,6 @@ class DroidKVConnector(CountsRequests, KVConnectorBase_V1):  # type: ignore[misc
             if self._receiver_scheduler.refuses(request.request_id):
                 # Else vLLM would not ask for tokens, and answer it.
                 request.skip_reading_prefix_cache = False
-
-    def _watch_adapters(self, adapter: Any) -> None:
-        """Store nothing once vLLM's places for adapters are full, on a CPU.
-
-        There it runs the base's requests through the last place, where adapters' requests stand
-        beside them in a batch; an empty one does nothing.
-        """
-        if adapter is None or not current_platform.is_cpu():
-            return
-        self._adapters.add(adapter)
-        most = self._vllm_config.lora_config.max_loras - 1
-        if len(self._adapters) == most + 1:
-            _LOG.warning(
-                "nothing more is stored: beside more than %d adapters vLLM computes the base's "
-                "own KV wrong on a CPU; start with a larger --max-loras",
-                most,
-            )
-            self._sender_scheduler.stop()
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

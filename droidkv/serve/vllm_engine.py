@@ -56,6 +56,7 @@ class VllmPagedModel:
         self._layers = model.model.layers
         self._weights = WeightWatch(model)
         self._device = self._caches[0].device
+        self._adapted = [each for each in model.modules() if hasattr(each, "lora_b_stacked")]
         self._layer_of = {name: layer for layer, name in enumerate(self._names)}
         self.num_layers = len(self._names)
         self.block_tokens = int(kv_cache_spec.block_size)
@@ -105,8 +106,10 @@ class VllmPagedModel:
         pair = self._layout(
             self._caches[layer], blocks.to(self._device), self.block_tokens, head_dim
         )
+        follow = self._following()
 
         def arrange() -> tuple[Tensor, Tensor]:
+            follow()
             keys, values = (
                 part.transpose(0, 1).reshape(num_heads, -1, head_dim).index_select(1, inside)
                 for part in pair
@@ -124,6 +127,15 @@ class VllmPagedModel:
             cache,
             slots.to(self._device),
         )
+        if self._device.type == "cuda":  # else the engine's stream could read before it is written
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _following(self) -> Callable[[], None]:
+        """Lets another thread's CUDA stream wait for all that this one's has begun by now."""
+        if self._device.type != "cuda":
+            return lambda: None
+        begun = torch.cuda.current_stream(self._device).record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(begun)
 
     def _by_token(self, part: Tensor) -> Tensor:
         """`[num_tokens, num_kv_heads, head_dim]`; CPU kernels take any strides."""
@@ -186,6 +198,17 @@ class VllmPagedModel:
         finally:
             self._stop_at = None
 
+    def mixes_adapters(self) -> bool:
+        """On a CPU vLLM runs such requests through the last place for adapters.
+
+        It does so where adapters' requests stand beside them in a batch; an empty place does
+        nothing.
+        """
+        return self._device.type == "cpu" and any(
+            not module.punica_wrapper.no_lora and _has_adapter_in_last_place(module)
+            for module in self._adapted
+        )
+
     def weights_changed(self) -> bool:
         return self._weights.has_changed()
 
@@ -236,6 +259,12 @@ class VllmPagedModel:
 
     def _tensor(self, values: Any, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+def _has_adapter_in_last_place(module: Any) -> bool:
+    stacked = module.lora_b_stacked
+    parts = [stacked] if isinstance(stacked, Tensor) else stacked
+    return any(bool(part[-1].any()) for part in parts)
 
 
 def _halves(cache: Tensor, blocks: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

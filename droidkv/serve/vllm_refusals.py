@@ -74,12 +74,36 @@ def check_common(vllm_config: Any, architectures: Iterable[str]) -> None:
             "backends write single weights past everything that is counted, and caches are one "
             "model's; serve fixed weights, and start anew with others"
         )
+    if getattr(parallel, "use_ubatching", False):
+        raise ServeError(
+            "expected a step to be one batch, got microbatches, whose hidden states cannot be told "
+            "apart; leave --enable-dbo and --ubatch-size out"
+        )
+    _check_is_as_its_files_say(vllm_config, architecture)
     cache_dtype = vllm_config.cache_config.cache_dtype
     if "fp8" in str(cache_dtype) or str(cache_dtype).startswith(("int", "nvfp")):
         raise ServeError(
             f"expected a KV cache in the model's dtype, got kv_cache_dtype {cache_dtype!r}, whose "
             "scales are not stored; start with --kv-cache-dtype auto"
         )
+
+
+def _check_is_as_its_files_say(vllm_config: Any, architecture: str) -> None:
+    """Refuse a model that is not what its folder holds, since its identity is its folder's."""
+    config = vllm_config.model_config
+    # One of our own architectures is named so.
+    if config.hf_overrides and config.hf_overrides != {"architectures": [architecture]}:
+        what, flag = f"hf_overrides {config.hf_overrides}", "--hf-overrides"
+    elif config.hf_config_path is not None:
+        what, flag = f"hf_config_path {config.hf_config_path!r}", "--hf-config-path"
+    elif vllm_config.load_config.load_format == "dummy":
+        what, flag = "load_format 'dummy'", "--load-format"
+    else:
+        return
+    raise ServeError(
+        f"expected the model that its folder holds, by which its caches are named, got {what}; "
+        f"leave {flag} out, and serve a folder whose config.json and weights say so instead"
+    )
 
 
 def check_failure_policy(vllm_config: Any, own_tokens: int | None) -> None:

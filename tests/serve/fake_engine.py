@@ -31,6 +31,7 @@ class FakePagedModel:
         self.hidden: dict[int, Tensor] = {}
         self.recomputed: list[tuple[int, int]] = []
         self.is_updated = False
+        self.is_mixed = False
 
     def copy_kv(self, layer: int, slots: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
         keys, values = self.keys[layer][:, slots], self.values[layer][:, slots]
@@ -46,6 +47,9 @@ class FakePagedModel:
 
     def embed(self, token_ids: Sequence[int]) -> Tensor:
         return self.model.embed(torch.tensor([list(token_ids)]))[0]
+
+    def mixes_adapters(self) -> bool:
+        return self.is_mixed
 
     def weights_changed(self) -> bool:
         return self.is_updated

@@ -141,6 +141,9 @@ def test_requests_of_a_kind_that_cannot_reuse_are_refused(engine: Engine) -> Non
     engine.admit(Request(), obstacle=Fallback.PROMPT_LOGPROBS)
     assert engine.half.refuses("r") and engine.half.match("r", 16)
     assert engine.end().refused
+    engine.admit(Request(), obstacle=Fallback.OPTED_OUT)  # it skips the prefix cache, no more
+    assert engine.half.refuses("r") and engine.half.match("r", 0)
+    assert engine.end().refused
     engine.admit(Request(), {"droidkv": {"plan": "[0,2)"}})
     assert engine.half.match("r", 16)
     assert engine.end().reason == Fallback.BAD_PLAN

@@ -318,6 +318,24 @@ def test_what_is_lent_is_not_evicted_and_is_all_given_back(tmp_path: Path) -> No
     store.close()
 
 
+def test_an_object_that_memory_has_no_room_for_is_not_damaged(tmp_path: Path) -> None:
+    settings = replace(SETTINGS, remote_url=f"fs://{tmp_path}", max_local_cpu_gib=MIB / 16)
+    store = LMCacheStore(settings)  # 16 pages of 4 KiB
+    pair = random_kv()
+    store.put_kv(KEYS[0], 0, *pair)
+    assert store.flush(soon())
+    store._forget(ObjectName(KEYS[0], ObjectKind.KV, 0))
+    taken = []
+    memory = store._manager.local_cpu_backend
+    while (page := memory.allocate(torch.Size([1]), torch.uint8, store._format)) is not None:
+        taken.append(page)
+    assert miss_reason(lambda: store.get_kv(KEYS[0], 0, soon())) is MissReason.BACKEND_DOWN
+    for page in taken:
+        page.ref_count_down()
+    assert all(map(torch.equal, store.get_kv(KEYS[0], 0, soon()), pair))
+    store.close()
+
+
 def test_a_store_is_closed_once_what_it_lent_is_given_back() -> None:
     store = LMCacheStore(SETTINGS)
     pair = random_kv()

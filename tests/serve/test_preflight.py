@@ -91,6 +91,10 @@ def test_an_architecture_that_is_not_served_is_named() -> None:
         (("--kv-cache-dtype", "fp8"), "kv-cache-dtype"),
         (("--weight-transfer-config", '{"backend": "ipc"}'), "weight-transfer-config"),
         (("--enable-lora",), "enable-lora"),
+        (("--enable-dbo",), "enable-dbo"),
+        (("--hf-overrides", "{}"), "hf-overrides"),
+        (("--hf-config-path=elsewhere",), "hf-config-path"),
+        (("--load-format", "dummy"), "load-format"),
     ],
 )
 def test_flags_that_the_connector_refuses_are_found_before(

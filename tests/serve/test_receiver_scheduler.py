@@ -356,6 +356,40 @@ def test_nobody_waits_longer_for_another_ones_load_than_for_his_own(engine_of: E
     assert engine.reason("second") == Fallback.LOAD_TIMEOUT
 
 
+def test_a_preempted_request_waits_anew_for_another_ones_load(engine_of: EngineOf) -> None:
+    engine = engine_of(load_seconds=0.05)
+    engine.load("first")
+    engine.admit("second")
+    assert engine.match("second") == (None, False)
+    engine.half.report("first", LoadReport(), engine.salter("first"))
+    assert engine.match("second") == (32, False)
+    engine.half.allocate("second", BLOCKS, 32)
+    engine.half.report("second", LoadReport(), engine.salter("second"))
+    time.sleep(0.06)  # it decodes, is preempted, and meets a third one that loads its prefix
+    engine.load("third")
+    assert engine.match("second") == (None, False)
+    engine.half.report("third", LoadReport(), engine.salter("third"))
+    assert engine.match("second") == (32, False)
+    assert engine.reason("second") is None
+
+
+def test_lookups_that_never_began_say_nothing_of_the_store(engine_of: EngineOf) -> None:
+    engine = engine_of(lookup_seconds=0.05, patience_seconds=0.0)
+    engine.store.release.clear()
+    names = [f"{index}" for index in range(20)]
+    for name in names:
+        engine.admit(name)
+    time.sleep(0.06)
+    # The last ones have waited for the threads that the first ones keep.
+    for name in names[-10:]:
+        assert engine.match(name) == (0, False)
+        assert engine.reason(name) == Fallback.LOOKUP_TIMEOUT
+    assert not engine.half.lookups.is_resting()
+    for name in names[:MOST_FAILURES]:
+        assert engine.match(name) == (0, False)
+    assert engine.half.lookups.is_resting()
+
+
 def test_an_aborted_request_leaves_nothing_behind(engine_of: EngineOf) -> None:
     engine = engine_of(asynchronous=True)
     engine.load("first")

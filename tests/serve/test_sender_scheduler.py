@@ -23,13 +23,3 @@ def test_a_sender_stores_chunks_as_they_fill_and_once() -> None:
     assert saved == [0, 1, 2, 3, 4]
     half.finish("r")
     assert half.step([Scheduled("r", BLOCKS, 40)]) == []
-
-
-def test_a_sender_that_was_stopped_stores_nothing_more() -> None:
-    half = SenderScheduler(CHUNK)
-    half.admit(RequestView("under way", TOKENS))
-    assert len(half.step([Scheduled("under way", BLOCKS, 16)])) == 1
-    half.stop()
-    half.admit(RequestView("later", TOKENS))
-    scheduled = [Scheduled("under way", BLOCKS, 40), Scheduled("later", BLOCKS, 40)]
-    assert half.step(scheduled) == []

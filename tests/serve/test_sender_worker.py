@@ -271,6 +271,20 @@ def test_a_store_that_does_not_say_what_it_holds_has_failed() -> None:
     assert (worker.counts()["failed"], store.stats().puts) == (2, 0)
 
 
+def test_nothing_is_stored_from_a_step_on_that_ran_the_base_through_an_adapter() -> None:
+    sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
+    store = MemoryStore(CHUNK)
+    worker = SenderWorker(sender, store, NAMESPACE, [])
+    worker.save([SaveJob("s", tuple(TOKENS[:8]), 0, BLOCKS)])
+    sender.is_mixed = True
+    worker.save([])  # it completed no chunk, but what it computed may be in one that comes later
+    sender.is_mixed = False
+    worker.save([SaveJob("s", tuple(TOKENS[:32]), 1, BLOCKS)])
+    worker.close()
+    assert (worker.counts()["stored"], worker.counts()["mixed_adapters"]) == (1, 3)
+    assert store.stats().puts == NUM_LAYERS
+
+
 def test_nothing_of_a_model_that_was_updated_is_stored() -> None:
     sender = FakePagedModel(SENDER, num_blocks=16, block_tokens=BLOCK)
     store = MemoryStore(CHUNK)

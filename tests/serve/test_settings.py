@@ -162,6 +162,11 @@ def test_a_calibration_as_calibrate_writes_it_weighs_the_lengths(tmp_path: Path)
     assert choose is not None
     assert choose(64, 30) is None
     assert choose(100_000, 30) == ReusePlan.of(0, 0)
+    shape = replace(made_profiles.SHAPE, num_layers=40)
+    other = replace(slow, shape_digest=shape.digest)
+    write_calibration(replace(measured, calibration=other, shape=shape), path)
+    with pytest.raises(CalibrationError, match="shape"):
+        plan_chooser(settings(calibration=str(path)), pair, 4)
     write_json(path, slow.to_json())
     with pytest.raises(CalibrationError, match=r"calibration\.json"):
         plan_chooser(settings(calibration=str(path)), pair, 4)

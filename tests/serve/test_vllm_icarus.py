@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -268,7 +269,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> IcarusSettings:
 
 
 def test_what_cannot_work_does_not_start(
-    settings: IcarusSettings, monkeypatch: pytest.MonkeyPatch
+    settings: IcarusSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(settings, {})
     for changed, named in (
@@ -278,10 +279,16 @@ def test_what_cannot_work_does_not_start(
         ({"kv_transfer_config": None}, "kv_connector 'IcarusConnector'"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size = 1"),
         ({"enable_prompt_embeds": True}, "enable_prompt_embeds"),
-        ({"hf_overrides": CHUNKED}, "dual_chunk_attention_config"),
+        ({"hf_overrides": CHUNKED}, "its folder holds"),
     ):
         with pytest.raises(DroidKVError, match=named):
             check(settings, changed)
+    config = tmp_path / "base" / "config.json"
+    plain = config.read_text(encoding="utf-8")
+    config.write_text(json.dumps({**json.loads(plain), **CHUNKED}), encoding="utf-8")
+    with pytest.raises(DroidKVError, match="dual_chunk_attention_config"):
+        check(settings, {})
+    config.write_text(plain, encoding="utf-8")
     monkeypatch.setenv("DROIDKV_DECODERS", '["one"]')
     with pytest.raises(DroidKVError, match="name the decoders one, two, got one"):
         check(settings, {})

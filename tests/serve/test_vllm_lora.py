@@ -22,6 +22,7 @@ from serve.engines import (
     reference,
     sampling_params,
     store_captured,
+    token_ids,
 )
 
 from droidkv.loading import load_model
@@ -35,6 +36,7 @@ from droidkv.tiny import tiny_tokenizer
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 STORE = "memory://test-vllm-lora"
+LATER = token_ids(2 * CHUNK + 5, seed=7)
 
 
 def tuned_model(folder: Path, models: Models) -> DecoderModel:
@@ -73,15 +75,25 @@ def test_a_lora_request_is_answered_and_not_stored(tmp_path: Path) -> None:
             requests, [sampling_params(None, 6)] * 2, use_tqdm=False, lora_request=[adapter, None]
         )
         assert engine.worker().flush(30)
-        half = engine.scheduler().connector._sender_scheduler
-        assert not half._is_stopped
-        engine.answer(PROMPTS[:1], [None], lora_request=LoRARequest("x", 2, adapter.lora_path))
-        assert half._is_stopped
+        assert engine.worker().saved_chunks()["mixed_adapters"] == 0
+        # One that is loaded and never asked for takes the last place.
+        engine.llm.llm_engine.add_lora(LoRARequest("x", 2, adapter.lora_path))
+        engine.answer(PROMPTS[3:4], [None])
+        assert engine.worker().flush(30)
+        assert engine.worker().saved_chunks()["mixed_adapters"] == 0
+        requests = [{"prompt_token_ids": prompt} for prompt in (PROMPTS[0], LATER)]
+        engine.llm.generate(
+            requests, [sampling_params(None, 6)] * 2, use_tqdm=False, lora_request=[adapter, None]
+        )
+        assert engine.worker().flush(30)
+        assert engine.worker().saved_chunks()["mixed_adapters"] == len(LATER) // CHUNK
     finally:
         engine.stop()
     beside = list(outputs[1].outputs[0].token_ids)
     assert beside == own_answer(models.sender.model, PROMPTS[2])[1]
-    assert_stored(models, store, keys[0].namespace, PROMPTS[2:3])
+    assert_stored(models, store, keys[0].namespace, PROMPTS[2:4])
+    spoilt = chunk_keys(keys[0].namespace, LATER, CHUNK)
+    assert not store.contains_kv(spoilt[0], [0], deadline_in(5))
     assert_stored(models, store, keys[0].namespace, PROMPTS[:1])
     own = own_answer(models.sender.model, PROMPTS[0])
     assert_same(without[0], own)

@@ -17,6 +17,7 @@ from droidkv.tiny import TinySpec, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.vllm
 
+YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}}
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 
@@ -60,6 +61,8 @@ def test_the_engines_of_the_other_tests_are_not_refused(models: Models) -> None:
                 ({"data_parallel_size": 2}, "data_parallel_size = 1, got 2"),
                 ({"speculative_config": SPECULATIVE}, "speculative decoding"),
                 ({"kv_cache_dtype": "fp8"}, "kv-cache-dtype"),
+                ({"hf_overrides": YARN}, "its folder holds.*--hf-overrides"),
+                ({"load_format": "dummy"}, "its folder holds.*--load-format"),
                 ({"weight_transfer_config": {"backend": "sparse_nccl"}}, "'sparse_nccl'"),
             )
         ),
@@ -88,6 +91,7 @@ def test_a_failed_load_has_no_other_end_than_a_miss(own_tokens: int | None, poli
     ("part", "name", "value"),
     [
         ("parallel_config", "decode_context_parallel_size", 2),
+        ("model_config", "hf_config_path", "elsewhere"),
         ("model_config", "quantization", "awq"),
     ],
 )
