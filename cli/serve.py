@@ -142,7 +142,9 @@ def sender(
 @click.option("--profile", "profile_name", help="A profile. Default: the one named as the pair.")
 @click.option("--plan", help="The plan of every request that asks for none. Default: pick one.")
 @click.option(
-    "--max-loss", type=float, default=5.0, show_default=True, help="Largest loss of a picked plan."
+    "--max-loss",
+    type=click.FloatRange(min=0),
+    help="Largest loss of a picked plan; in percent for score. Default: 5.",
 )
 @click.option(
     "--calibration",
@@ -195,7 +197,7 @@ def receiver(
     pair_name: str,
     profile_name: str | None,
     plan: str | None,
-    max_loss: float,
+    max_loss: float | None,
     calibration: str | None,
     bandwidth: float | None,
     order: str,

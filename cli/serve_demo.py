@@ -27,7 +27,11 @@ from .table import num_bytes, table
 @task_options
 @click.option("--questions", default=8, show_default=True, type=click.IntRange(1))
 @click.option("--repeats", default=1, show_default=True, type=click.IntRange(1))
-@click.option("--max-loss", default=5.0, show_default=True, help="Largest loss of the picked plan.")
+@click.option(
+    "--max-loss",
+    type=click.FloatRange(min=0),
+    help="Largest loss of the picked plan; in percent for score. Default: 5.",
+)
 @click.option("--store", "store_address", help="Default: a folder, through LMCache's fs://.")
 @click.option(
     "--chunk-tokens",
@@ -52,7 +56,7 @@ def demo(
     task_pairs: tuple[str, ...],
     questions: int,
     repeats: int,
-    max_loss: float,
+    max_loss: float | None,
     store_address: str | None,
     chunk_tokens: int | None,
     dtype: str,

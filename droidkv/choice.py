@@ -101,7 +101,7 @@ class Choice:
     @property
     def message(self) -> tuple[str, ...]:
         """The choice in words, line by line."""
-        lines = [self._what(), *self._how_sure(), *self._how_fast(), self._why()]
+        lines = [self._what(), *self.doubts, *self._how_fast(), self._why()]
         return tuple(line for line in lines if line)
 
     def to_json(self) -> dict[str, Any]:
@@ -141,7 +141,9 @@ class Choice:
             f"loss {self.amount(self.loss)} {self.interval} over {self.chosen.num_items} items"
         )
 
-    def _how_sure(self) -> list[str]:
+    @property
+    def doubts(self) -> list[str]:
+        """Why the items do not allow the claim that the loss is within the limit, line by line."""
         lines = []
         n = self.chosen.num_items
         if self.chosen.num_undecoded:

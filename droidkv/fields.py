@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -70,6 +71,8 @@ class Fields:
                 raise self._error(self._missing(name, kind))
             return default
         value = self._kind(name, self._left.pop(name), kind)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self._error(f"{self._where}: expected {name} to be a finite number, got {value}")
         if minimum is not None and value < minimum:  # type: ignore[operator]
             raise self._error(f"{self._where}: expected {name} >= {minimum}, got {value}")
         if maximum is not None and value > maximum:  # type: ignore[operator]

@@ -26,7 +26,7 @@ DEFAULT_MAX_LOSS = 5.0
 
 def pick(
     profile: Profile,
-    max_loss: float = DEFAULT_MAX_LOSS,
+    max_loss: float | None = None,
     slo_ttft_seconds: float | None = None,
     bandwidth_bytes_per_second: float | None = None,
     prefix_tokens: int | None = None,
@@ -48,7 +48,8 @@ def pick(
 
     Args:
         profile: The profile of the pair.
-        max_loss: Largest loss, in the objective's unit; for `score` percent of the full score.
+        max_loss: Largest loss, in the objective's unit; for `score` percent of the full score, and
+            5 of it if None. Other objectives have no such default.
         slo_ttft_seconds: Longest time to the first token.
         bandwidth_bytes_per_second: The link the cache comes over; None = the calibrated load.
         prefix_tokens: Tokens both models share; None = as the profile's items on average.
@@ -62,7 +63,8 @@ def pick(
         ProfileError: A limit is impossible, or see `measure`.
         CalibrationError: An SLO or a bandwidth without a calibration, or one of another shape.
     """
-    _check_limits(max_loss, slo_ttft_seconds, bandwidth_bytes_per_second, calibration)
+    max_loss = _loss_limit(objective, max_loss)
+    _check_limits(slo_ttft_seconds, bandwidth_bytes_per_second, calibration)
     mean = Workload.of_items(profile)
     workload = Workload(
         mean.prefix_tokens if prefix_tokens is None else prefix_tokens,
@@ -147,11 +149,21 @@ def _rank(choice: Choice) -> tuple[int, float, float]:
     return (1, choice.chosen.cost, choice.loss)
 
 
+def _loss_limit(objective: Objective, max_loss: float | None) -> float:
+    if max_loss is None and objective != "score":
+        raise ProfileError(
+            f"expected a largest loss, got none: it is measured in {objective} here, which has no "
+            "default limit; give --max-loss"
+        )
+    limit = DEFAULT_MAX_LOSS if max_loss is None else max_loss
+    if not 0 <= limit < float("inf"):
+        raise ProfileError(f"expected a largest loss >= 0, got {limit}")
+    return limit
+
+
 def _check_limits(
-    max_loss: float, slo: float | None, bandwidth: float | None, calibration: Calibration | None
+    slo: float | None, bandwidth: float | None, calibration: Calibration | None
 ) -> None:
-    if not 0 <= max_loss < float("inf"):
-        raise ProfileError(f"expected a largest loss >= 0, got {max_loss}")
     if slo is not None and not slo > 0:
         raise ProfileError(f"expected an SLO > 0 seconds, got {slo}")
     if calibration is None and (slo is not None or bandwidth is not None):

@@ -242,6 +242,8 @@ def test_limits_without_a_machine_or_sense_are_refused() -> None:
     for impossible in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ProfileError, match="largest loss"):
             pick(p, max_loss=impossible)
+    with pytest.raises(ProfileError, match="measured in kl here, which has no default"):
+        pick(p, objective="kl")
     with pytest.raises(ProfileError, match="SLO > 0"):
         pick(p, slo_ttft_seconds=0.0, calibration=FAST_LOAD)
     with pytest.raises(ProfileError, match="at least 1 token, got 0 and 10"):

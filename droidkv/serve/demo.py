@@ -84,7 +84,7 @@ class DemoSettings:
         store: Where caches lie; None = a folder.
         chunk_tokens: Tokens in one chunk; None = few for a receiver that reads the base's KV.
         dtype: Of both models.
-        max_loss: Largest loss of the picked plan.
+        max_loss: Largest loss of the picked plan, as in `ServeSettings`.
         repeats: Timed runs of each question and way.
     """
 
@@ -93,7 +93,7 @@ class DemoSettings:
     store: str | None = None
     chunk_tokens: int | None = None
     dtype: str = "float32"
-    max_loss: float = 5.0
+    max_loss: float | None = None
     repeats: int = 1
 
 

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from droidkv.check import Check, Status
 from droidkv.doctor import check_broken_companions, check_packages, check_processor
-from droidkv.errors import DroidKVError, ServeError
+from droidkv.errors import DroidKVError, IdentityError, ServeError
 from droidkv.identity import Fingerprint
 from droidkv.model_identity import identify, load_config
 from droidkv.pair import ModelRef
@@ -29,6 +29,7 @@ from droidkv.serve.settings import (
     own_tokens_limit,
     plan_chooser,
     receiver_pair,
+    server_choice,
 )
 from droidkv.serve.vllm_plugin import ARCHITECTURE_CLASSES, PLUGIN_GROUP, PLUGIN_NAME
 
@@ -247,9 +248,11 @@ def _check_model(settings: ServeSettings, folder: Path, dtype: str) -> list[Chec
         else:
             pair = receiver_pair(settings, identity, lambda name: identify(ModelRef(name), dtype))
             checks += _check_receiver(settings, pair, config.num_hidden_layers)
-    except DroidKVError as error:
+    except IdentityError as error:
         advice = "serve the profiled models in the profiled dtype, or profile this pair"
         checks.append(Check("profile", "fail", str(error), advice))
+    except DroidKVError as error:
+        checks.append(Check(settings.role, "fail", str(error), "see the message"))
     return checks
 
 
@@ -280,9 +283,6 @@ def _check_receiver(
     yield Check("sender", "ok", f"reads namespace {namespace}")
     status: Status = "ok"
     advice = ""
-    limit = f"loss at most {settings.max_loss:g}"
-    if pair.evidence is not None:
-        limit += f" by {pair.evidence.path}"
     if settings.plan is not None:
         plan = ReusePlan.parse(settings.plan, num_layers)
         found = f"{plan} for every request that asks for none"
@@ -297,15 +297,16 @@ def _check_receiver(
             )
     elif pair.evidence is None:
         found = "none: only requests that ask for a plan reuse"
-    elif settings.calibration is not None:
-        plan_chooser(settings, pair, num_layers)
-        found = f"picked for each request: {limit}"
     else:
-        choose = plan_chooser(settings, pair, num_layers)
-        picked = None if choose is None else choose(1, 1)
-        found = f"{picked or 'full prefill'}: {limit}"
-        if picked is None:
+        choice = server_choice(settings, pair.evidence.profile)
+        plan_chooser(settings, pair, num_layers)  # refuses a calibration of another model
+        picked = "picked for each request" if settings.calibration is not None else choice.plan
+        limit = f"loss at most {choice.amount(choice.max_loss)} by {pair.evidence.path}"
+        found = f"{picked if choice.reuses else 'full prefill'}: {limit}"
+        if not choice.reuses:
             status, advice = "warn", "nothing will be reused: allow more with --max-loss"
+        elif choice.doubts:
+            status, advice = "warn", "; ".join(choice.doubts)
     yield Check("plan", status, found, advice)
     try:
         own_tokens = own_tokens_limit(settings, pair.profile)

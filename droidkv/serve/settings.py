@@ -16,7 +16,7 @@ from droidkv.frontier import pareto_front
 from droidkv.identity import Fingerprint
 from droidkv.objectives import default_objective, measure
 from droidkv.plan import ReusePlan
-from droidkv.policy import DEFAULT_MAX_LOSS, pick, pick_among
+from droidkv.policy import Choice, pick, pick_among
 from droidkv.profile import Profile, read_profile
 from droidkv.serve.connector_plan import LOAD_ORDERS, LoadOrder
 from droidkv.stitch import StitchMap
@@ -44,7 +44,8 @@ class ServeSettings:
         sender: Receiver: the sender's model, a folder or hub id; needed only without a profile.
         allow_unprofiled: Receiver: reuse another model's cache without a profile, on request.
         plan: Receiver: the plan of every request that does not ask for one.
-        max_loss: Receiver: the largest loss a plan may have that the server picks.
+        max_loss: Receiver: the largest loss a plan may have that the server picks; None = 5 % of
+            the score, and needed where the profile's items have none.
         calibration: Receiver: the machine's, as `droidkv calibrate` wrote it; with it the server
             weighs each request's length, and below the break-even length reuses nothing.
         bandwidth_bytes_per_second: Receiver: the link, if slower than the calibrated load.
@@ -72,7 +73,7 @@ class ServeSettings:
     sender: str | None = None
     allow_unprofiled: bool = False
     plan: str | None = None
-    max_loss: float = DEFAULT_MAX_LOSS
+    max_loss: float | None = None
     calibration: str | None = None
     bandwidth_bytes_per_second: float | None = None
     stitch: str | None = None
@@ -104,7 +105,7 @@ class ServeSettings:
             sender=fields.optional("sender", str),
             allow_unprofiled=fields.take("allow_unprofiled", bool, False),
             plan=fields.optional("plan", str),
-            max_loss=fields.take("max_loss", float, cls.max_loss, minimum=0.0),
+            max_loss=fields.optional("max_loss", float, minimum=0.0),
             calibration=fields.optional("calibration", str),
             bandwidth_bytes_per_second=fields.optional("bandwidth_bytes_per_second", float),
             stitch=fields.optional("stitch", str),
@@ -244,10 +245,16 @@ def _evidence(settings: ServeSettings, profile: Profile) -> Evidence:
     if settings.plan is not None:
         plan = ReusePlan.parse(settings.plan, profile.num_layers)
         return trained_for(plan, evidence) or own_evidence(path, profile)
-    objective = default_objective(profile)
-    return pick_among(
-        evidence, lambda measured: pick(measured, settings.max_loss, objective=objective)
-    )[0]
+    return pick_among(evidence, lambda measured: server_choice(settings, measured))[0]
+
+
+def server_choice(settings: ServeSettings, profile: Profile) -> Choice:
+    """What a receiver's server picks for requests as long as the profile's items.
+
+    Raises:
+        ProfileError: The profile's items have no score, and the settings no `max_loss`.
+    """
+    return pick(profile, settings.max_loss, objective=default_objective(profile))
 
 
 def _require_same_cache(sender: Fingerprint, receiver: Fingerprint) -> None:

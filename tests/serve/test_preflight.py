@@ -55,6 +55,15 @@ def test_a_pair_that_was_profiled_is_fit(profile: str, tmp_path: Path) -> None:
     assert receiver["plan"].found.startswith("[")
 
 
+def test_a_loss_that_has_no_default_limit_has_to_be_limited(profile: str) -> None:
+    # The tiny pair's items have no score, so losses are in nats: 5 of them would let all pass.
+    found = checks(ServeSettings("receiver", "memory://x", profiles=(profile,)), RECEIVER)
+    assert found["receiver"].status == "fail"
+    assert "measured in kl" in found["receiver"].found and "--max-loss" in found["receiver"].found
+    limited = ServeSettings("receiver", "memory://x", profiles=(profile,), max_loss=1e6)
+    assert "nats" in checks(limited, RECEIVER)["plan"].found
+
+
 @pytest.mark.parametrize(("plan", "status"), [("[0,2)", "ok"), ("[1,3)", "warn")])
 def test_a_plan_whose_e_the_profile_lets_nobody_store_is_said(
     profile: str, plan: str, status: str

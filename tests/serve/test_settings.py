@@ -131,6 +131,12 @@ def test_a_sender_stores_what_its_receivers_frontiers_need(tmp_path: Path) -> No
         needed_hidden_layers(sender, RECEIVER)
 
 
+def test_a_number_that_is_none_is_refused() -> None:
+    table = {"role": "receiver", "store": "memory://x", "max_loss": float("nan")}
+    with pytest.raises(ServeError, match="max_loss to be a finite number, got nan"):
+        ServeSettings.from_table(table)
+
+
 def test_the_servers_choice_comes_from_the_profile(tmp_path: Path) -> None:
     records = [
         made_profiles.record(ReusePlan.of(0, 0), [0.0] * 4),
