@@ -156,12 +156,23 @@ def probe_pair(
         lambda item: probe_prefills(item, receiver.model.num_layers),
         on_estimate,
     )
-    rows = folder.complete("probe", len(job.items), lambda i: _probe_row(job, i), on_progress)
-    probe = Probe(
-        pair=pair.name,
-        sender=ModelRecord(sender.name, sender.fingerprint),
-        receiver=ModelRecord(receiver.name, receiver.fingerprint),
-        num_layers=receiver.model.num_layers,
+
+    def measure() -> Probe:
+        rows = folder.complete("probe", len(job.items), lambda i: _probe_row(job, i), on_progress)
+        probe = _assemble(job, rows, command, started)
+        write_probe(output, probe)
+        return probe
+
+    return folder.finish(output, measure, read_probe)
+
+
+def _assemble(job: Job, rows: Sequence[dict[str, Any]], command: str, started: float) -> Probe:
+    task, settings = job.task, job.settings
+    return Probe(
+        pair=job.pair.name,
+        sender=ModelRecord(job.sender.name, job.sender.fingerprint),
+        receiver=ModelRecord(job.receiver.name, job.receiver.fingerprint),
+        num_layers=job.receiver.model.num_layers,
         task=TaskRecord(task.name, task.version, task.metric, "eval", settings.seed, task.options),
         items=tuple(ItemRecord(**row["item"]) for row in rows),
         full_reuse=_layer_record([row["full_reuse"] for row in rows]),
@@ -175,9 +186,6 @@ def probe_pair(
             time.monotonic() - started,
         ),
     )
-    write_probe(output, probe)
-    folder.remove()
-    return probe
 
 
 def _probe_row(job: Job, index: int) -> dict[str, Any]:

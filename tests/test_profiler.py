@@ -5,8 +5,9 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -195,6 +196,27 @@ def test_workers_share_a_run_and_survive_the_death_of_one(
         worker.join(120)
     assert workers[1].exitcode == 0
     assert same_measurements(read_profile(output), read_profile(finished[1]))
+
+
+def test_who_is_overtaken_takes_what_the_other_process_wrote(
+    tmp_path: Path, finished: tuple[Profile, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between sweeping and decoding another process does all the rest."""
+    output = tmp_path / "tiny.json"
+    plans_to_decode = droidkv.profile_job.Job.plans_to_decode
+
+    def overtaken(job: droidkv.profile_job.Job, swept: Sequence[dict[str, Any]]) -> object:
+        monkeypatch.undo()
+        run(output)
+        return plans_to_decode(job, swept)
+
+    monkeypatch.setattr(droidkv.profile_job.Job, "plans_to_decode", overtaken)
+    profile = run(output)
+    assert profile == read_profile(output) and same_measurements(profile, read_profile(finished[1]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "tiny.json",
+        "tiny.stitch.safetensors",
+    ]
 
 
 def test_bad_settings_are_refused() -> None:
