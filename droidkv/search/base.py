@@ -119,6 +119,11 @@ class SearchSpace:
         return ReusePlan.of(0, self.num_layers)
 
     @property
+    def baselines(self) -> tuple[ReusePlan, ReusePlan]:
+        """Full reuse and full prefill, which all other plans are held against."""
+        return self.empty, self.full
+
+    @property
     def ranges(self) -> dict[str, tuple[int, int]]:
         """First and last value of each integer parameter; the step is `granularity`."""
         last = (self.num_layers - 1) // self.granularity * self.granularity

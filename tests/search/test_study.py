@@ -9,6 +9,7 @@ from pathlib import Path
 import optuna
 import pytest
 from made_tables import made_table, search_worker
+from optuna.trial import TrialState
 
 import droidkv.search.storage
 from droidkv.errors import PlanError, ProfileError, StorageError
@@ -112,6 +113,31 @@ def test_a_killed_workers_plan_is_taken_up_after_the_grace_period(
 
     assert {SPACE.empty, SPACE.full} <= found(result).keys()
     assert len(table.calls) == result.num_evaluations - done, "what was evaluated is not lost"
+
+
+def test_the_baselines_are_found_whatever_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where another worker holds one, and other plans are queued before it."""
+    table = made_table(NUM_LAYERS)
+    first = [ReusePlan.of(1, 3), ReusePlan.of(2, 5)]
+    budgeted = BudgetedSearch(SPACE, table, 6, UNRACED, first_plans=first)
+    held = budgeted.study.ask()
+
+    def dies(_: float) -> None:
+        budgeted.study.tell(held, state=TrialState.FAIL)
+
+    monkeypatch.setattr("droidkv.search.study.time.sleep", dies)
+    result = budgeted.run(1)
+    assert [each.plan for each in result.found] == [*SPACE.baselines]
+    assert result.num_evaluations == len(table.calls) == 12
+    assert {*first} < found(budgeted.run(200)).keys(), "the others are still to come"
+
+
+def test_no_baseline_is_lost_in_the_race() -> None:
+    """As where the sender is the receiver, and nothing is lost at all."""
+    lossless = (ItemDrift(0.0, 0.1, 1.0, True),) * 2
+    table = DriftTable(dict.fromkeys(SPACE.plans, lossless))
+    result = BudgetedSearch(SPACE, table, 2, SearchSettings()).run(10)
+    assert [each.plan for each in result.found] == [*SPACE.baselines]
 
 
 def test_a_search_over_something_else_is_refused(tmp_path: Path) -> None:
