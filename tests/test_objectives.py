@@ -85,6 +85,8 @@ def test_noise_floor_is_the_exact_plans_worst_item() -> None:
     exact = PlanRecord(FULL, (1e-9, -2e-9), (0.25, 0.26), (1.0, 0.5), (True, False), (1.0, 0.5))
     floor = measure_noise_floor(items, exact)
     assert dataclasses.astuple(floor) == pytest.approx((1e-9, 0.01, 0.5, 25.0))
+    undecoded = dataclasses.replace(exact, score=(1.0, None))
+    assert measure_noise_floor(items, undecoded).relative_percent == 0.0
     clean = record(FULL, [1.0, 1.0], kl=0.0)
     assert measure_noise_floor(items, clean) == NoiseFloor(0, 0, 0, 0)
 
