@@ -192,10 +192,22 @@ def above_floor(loss: float, floor: float) -> float:
     return 0.0 if loss < floor else loss
 
 
-def unseen_share(num_items: int, confidence: float = CONFIDENCE) -> float:
-    """Largest share of items a plan may spoil although none of `num_items` was spoiled.
+def share_bound(num_lost: int, num_items: int, confidence: float = CONFIDENCE) -> float:
+    """Largest share of items a plan may spoil although only `num_lost` of `num_items` were spoiled.
 
-    The exact form of the rule of three: about 3 / n. A bootstrap of equal values has no width and
-    would hide this.
+    The one-sided bound of Clopper and Pearson; with none spoiled the rule of three, about 3 / n. A
+    bootstrap of few losses is narrower, and of none has no width at all.
     """
-    return 1.0 - math.exp(math.log(1 - confidence) / num_items)
+    if num_lost == num_items:
+        return 1.0
+
+    def log_chance(k: int, share: float) -> float:
+        ways = math.lgamma(num_items + 1) - math.lgamma(k + 1) - math.lgamma(num_items - k + 1)
+        return ways + k * math.log(share) + (num_items - k) * math.log1p(-share)
+
+    low, high = num_lost / num_items, 1.0
+    for _ in range(40):
+        share = (low + high) / 2
+        so_few = sum(math.exp(log_chance(k, share)) for k in range(num_lost + 1))
+        low, high = (share, high) if so_few > 1 - confidence else (low, share)
+    return high
