@@ -34,7 +34,7 @@ from droidkv.probe_record import (
 )
 from droidkv.profile_job import Job, ProfileSettings
 from droidkv.provenance import provenance
-from droidkv.records import ItemRecord, ModelRecord, TaskRecord
+from droidkv.records import ItemRecord, ModelRecord, TaskRecord, require_numbers
 from droidkv.run_folder import Progress, RunFolder, no_progress
 from droidkv.sweep import sweep
 from droidkv.tasks import get_task
@@ -195,8 +195,10 @@ def _probe_row(job: Job, index: int) -> dict[str, Any]:
         job.sender.model, answer.prefix_ids[None], hidden_layers=range(1, receiver.num_layers)
     )
     record = job.item_record(index, answer)
-    probed = dataclasses.asdict(probe_item(receiver, captured, answer))
-    return {"item": dataclasses.asdict(record), **probed}
+    probed = probe_item(receiver, captured, answer)
+    for result in (probed.full_reuse, *probed.reuse_one, *probed.recompute_one):
+        require_numbers("every layer by itself", record.id, result.kl, result.nll)
+    return {"item": dataclasses.asdict(record), **dataclasses.asdict(probed)}
 
 
 def _layer_record(results: Sequence[Mapping[str, Any]]) -> LayerRecord:

@@ -30,7 +30,14 @@ from droidkv.pair import Pair, TaskRef
 from droidkv.plan import Operator, ReusePlan, all_plans
 from droidkv.profile import Profile, read_profile, require_identity
 from droidkv.provenance import provenance
-from droidkv.records import ItemRecord, ModelRecord, PlanRecord, StitchRecord, TaskRecord
+from droidkv.records import (
+    ItemRecord,
+    ModelRecord,
+    PlanRecord,
+    StitchRecord,
+    TaskRecord,
+    require_numbers,
+)
 from droidkv.refine import RefineItem
 from droidkv.stitch import StitchMap
 from droidkv.sweep import sweep
@@ -257,7 +264,13 @@ class Job:
     def row(
         self, index: int, answer: TokenItem, results: Mapping[ReusePlan, TeacherForced]
     ) -> dict[str, Any]:
-        """One evaluated item as it is kept in the run folder."""
+        """One evaluated item as it is kept in the run folder.
+
+        Raises:
+            ProfileError: A result is no number.
+        """
+        for plan, result in results.items():
+            require_numbers(f"the plan {plan}", self.items[index].id, result.kl, result.nll)
         return {
             "item": dataclasses.asdict(self.item_record(index, answer)),
             "plans": {str(plan): dataclasses.astuple(result) for plan, result in results.items()},

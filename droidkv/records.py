@@ -212,6 +212,25 @@ class Provenance:
         _check_range(self.seconds, "seconds", low=0)
 
 
+def require_numbers(what: str, item: str, kl: float, nll: float) -> None:
+    """Refuse what was measured on an item where it is no number.
+
+    Args:
+        what: What did it, in words.
+        item: Name of the item.
+        kl: In nats.
+        nll: In nats.
+
+    Raises:
+        ProfileError: KL or NLL is NaN or infinite.
+    """
+    if not (math.isfinite(kl) and math.isfinite(nll)):
+        raise ProfileError(
+            f"expected numbers for {what} on the item {item}, got KL {kl} and NLL {nll}: a model "
+            "overflows; use a wider dtype, such as float32"
+        )
+
+
 def rounded(value: float) -> float:
     """A measured number as files keep it: beyond 6 significant digits it is noise."""
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}")

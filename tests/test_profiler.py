@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import droidkv.profile_job
+from droidkv.cache import CapturedCache
+from droidkv.capture import capture
 from droidkv.errors import ProfileError, StitchError
 from droidkv.jsonio import sha256_file
 from droidkv.loading import load_pair
@@ -217,6 +219,22 @@ def test_who_is_overtaken_takes_what_the_other_process_wrote(
         "tiny.json",
         "tiny.stitch.safetensors",
     ]
+
+
+def test_results_that_are_no_numbers_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the sender overflows in half precision."""
+
+    def overflowing(*arguments: Any, **options: Any) -> CapturedCache:
+        captured = capture(*arguments, **options)
+        captured.values[-1].fill_(float("nan"))
+        return captured
+
+    monkeypatch.setattr(droidkv.profile_job, "capture", overflowing)
+    with pytest.raises(ProfileError, match=r"plan \[0,0\) on the item \S+, got KL nan and NLL nan"):
+        run(tmp_path / "tiny.json")
+    assert not list(tmp_path.glob("tiny.run/sweep-*.json"))
 
 
 def test_bad_settings_are_refused() -> None:

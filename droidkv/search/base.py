@@ -68,7 +68,7 @@ def item_loss(drift: Drift, loss: Loss) -> float:
     """
     match loss:
         case "kl":
-            return max(0.0, drift.kl)
+            return max(drift.kl, 0.0)  # in this order NaN stays NaN
         case "disagreement":
             return 0.0 if drift.agrees else 1.0
         case "top1_error":

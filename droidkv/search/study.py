@@ -19,7 +19,7 @@ from optuna.trial import TrialState
 
 from droidkv.errors import PlanError, unknown_name
 from droidkv.plan import ReusePlan
-from droidkv.records import PlanRecord
+from droidkv.records import PlanRecord, require_numbers
 from droidkv.search.base import LOSSES, Drift, Evaluate, Loss, PlanCost, SearchSpace, one_evaluation
 from droidkv.search.history import (
     HistoryReader,
@@ -187,6 +187,9 @@ class BudgetedSearch:
         Args:
             budget: In the unit of `plan_cost`; by default, pairs of plan and item.
             on_progress: Called with ("search", used, budget) after each trial.
+
+        Raises:
+            ProfileError: A result is no number.
         """
         while True:
             history = self._history()
@@ -263,7 +266,9 @@ class BudgetedSearch:
                 raise optuna.TrialPruned
             if choosing and self._is_taken(plan, choosing):
                 raise optuna.TrialPruned
-            seen.results[item] = write_result(trial, item, self.evaluate(plan, item))
+            drift = self.evaluate(plan, item)
+            require_numbers(f"the plan {plan}", str(item), drift.kl, drift.nll)
+            seen.results[item] = write_result(trial, item, drift)
         return self._values(plan, seen)
 
     def _is_taken(self, plan: ReusePlan, numbers: Sequence[int]) -> bool:

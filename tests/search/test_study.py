@@ -206,6 +206,14 @@ def test_a_found_plan_as_a_profile_stores_it() -> None:
             assert score == (full if drift.agrees else None)
 
 
+def test_results_that_are_no_numbers_are_refused() -> None:
+    broken = ItemDrift(float("nan"), 1.0, 0.0, False)
+    budgeted = BudgetedSearch(SPACE, lambda plan, item: broken, 6, UNRACED)
+    with pytest.raises(ProfileError, match=r"the plan \[0,0\) on the item 0, got KL nan"):
+        budgeted.run(6)
+    assert budgeted.result().num_evaluations == 0
+
+
 def test_no_items_are_refused() -> None:
     with pytest.raises(PlanError, match="at least 1 item"):
         BudgetedSearch(SPACE, made_table(NUM_LAYERS), 0)
