@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from droidkv.differences import differences
+from droidkv.errors import ProfileError
 from droidkv.plan import ReusePlan
 from droidkv.profile import Profile, read_profile
 
@@ -52,6 +53,20 @@ def confirmation_path(profile_file: Path) -> Path:
 def refined_path(profile_file: Path) -> Path:
     """Where plans are confirmed through a trained map: `NAME.refined.confirm.json` beside it."""
     return profile_file.with_name(f"{profile_file.stem}.refined{_SUFFIX}")
+
+
+def require_unconfirmed(path: Path) -> None:
+    """Refuse to confirm a confirmation: the items that chose its plans are not among its own.
+
+    Raises:
+        ProfileError: The file is one; names the profile that it is of.
+    """
+    if path.name.endswith(_SUFFIX):
+        name = path.name.removesuffix(_SUFFIX).removesuffix(".refined")
+        raise ProfileError(
+            f"expected a profile, got the confirmation {path}, whose plans other items have "
+            f"chosen; name the profile itself, {path.with_name(name + '.json')}"
+        )
 
 
 def all_evidence(path: Path, profile: Profile) -> list[Evidence]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from droidkv.confirmation import require_unconfirmed
 from droidkv.estimate import estimate_items, sweep_prefills
 from droidkv.loading import load_pair, load_reference
 from droidkv.pair import Pair, TaskRef
@@ -119,6 +120,7 @@ def confirm_plans(
 
     Raises:
         IdentityError: The pair's models are not those of the profile.
+        ProfileError: It is a confirmation itself.
         TaskError: The task has no fresh item left.
     """
     settings = _fresh_settings(profile_file, plans, num_items)
@@ -153,8 +155,9 @@ def refine_plans(
 
     Raises:
         StitchError: The profile has no map, or the plans are not such.
-        IdentityError, TaskError: As `confirm_plans`.
+        IdentityError, ProfileError, TaskError: As `confirm_plans`.
     """
+    require_unconfirmed(profile_file)
     check_refinable(plans)
     load_map(profile_file, read_profile(profile_file))  # refused before anything is written
     twins = [ReusePlan.of(plan.group.start, plan.group.stop) for plan in plans]
@@ -171,6 +174,7 @@ def _fresh_settings(
     profile_file: Path, plans: Sequence[ReusePlan], num_items: int
 ) -> ProfileSettings:
     """Settings that measure a few plans of a profile, and both baselines, on other items."""
+    require_unconfirmed(profile_file)
     profile = read_profile(profile_file)
     baselines = [ReusePlan.of(0, 0), ReusePlan.of(0, profile.num_layers)]
     kept = sorted({*plans, *baselines})

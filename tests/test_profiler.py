@@ -22,7 +22,7 @@ from droidkv.pair import TaskRef, read_pair
 from droidkv.plan import ReusePlan, all_plans
 from droidkv.profile import Profile, read_profile, require_identity
 from droidkv.profile_job import ProfileSettings, load_map
-from droidkv.profiler import confirm_plans, profile_pair
+from droidkv.profiler import confirm_plans, profile_pair, refine_plans
 from droidkv.stitch import StitchMap
 from droidkv.tasks import Item, Split
 from droidkv.tasks.records import RecordsTask
@@ -266,6 +266,21 @@ def test_a_plan_is_confirmed_on_items_that_did_not_choose_it(
     assert confirmed.stitch.sha256 == profile.stitch.sha256
     assert confirmed.stitch.calibration_ids == profile.stitch.calibration_ids
     assert all(score is not None for m in confirmed.measurements for score in m.score)
+
+
+@pytest.mark.parametrize("name", ["tiny.confirm.json", "tiny.refined.confirm.json"])
+def test_a_confirmation_cannot_be_confirmed(
+    finished: tuple[Profile, Path], tmp_path: Path, name: str
+) -> None:
+    """The items that chose its plans are not those it holds."""
+    file = tmp_path / name
+    file.write_bytes(finished[1].read_bytes())
+    pair, plans = read_pair("tiny"), [ReusePlan.of(1, 3, "stitch")]
+    says = rf"itself, {tmp_path}/tiny\.json"
+    with pytest.raises(ProfileError, match=says):
+        confirm_plans(pair, file, plans, 1, tmp_path / "new.json")
+    with pytest.raises(ProfileError, match=says):
+        refine_plans(pair, file, plans, 1, tmp_path / "new.json", 1, 1)
 
 
 def test_a_map_that_was_not_measured_is_refused(
