@@ -129,9 +129,13 @@ def trained_for(plan: ReusePlan, evidence: Sequence[Evidence]) -> Evidence | Non
 def _mismatches(profile: Profile, confirmed: Profile, has_own_map: bool) -> list[str]:
     """Names of the fields by which one is no confirmation of the other."""
     found = [each.field for each in differences(_kind(profile), _kind(confirmed))]
-    for role in ("sender", "receiver"):
-        mine, theirs = (getattr(each, role).fingerprint for each in (profile, confirmed))
-        found += [f"{role}.{each.field}" for each in mine.differences(theirs)]
+    for role in ("sender", "receiver", "reference"):
+        mine, theirs = (getattr(each, role) for each in (profile, confirmed))
+        if mine is None or theirs is None:
+            found += [role] if mine != theirs else []
+        else:
+            differing = mine.fingerprint.differences(theirs.fingerprint)
+            found += [f"{role}.{each.field}" for each in differing]
     if confirmed.stitch is not None and not has_own_map:
         fitted = profile.stitch.sha256 if profile.stitch else None
         found += ["stitch.sha256"] if confirmed.stitch.sha256 != fitted else []

@@ -28,7 +28,7 @@ from droidkv.loading import LoadedModel
 from droidkv.objectives import measure_noise_floor
 from droidkv.pair import Pair, TaskRef
 from droidkv.plan import Operator, ReusePlan, all_plans
-from droidkv.profile import Profile, read_profile, require_identity
+from droidkv.profile import Profile, read_profile, require_identity, require_reference
 from droidkv.provenance import provenance
 from droidkv.records import (
     ItemRecord,
@@ -156,6 +156,7 @@ class Job:
         self.confirmed = read_profile(settings.confirms) if settings.confirms else None
         if self.confirmed is not None:
             require_identity(self.confirmed, sender.fingerprint, receiver.fingerprint)
+            require_reference(self.confirmed, (reference or receiver).fingerprint)
         self.items = self._items()
         self.plans = self._plans()
         self.calibration: list[Item] = []
