@@ -145,7 +145,7 @@ def measure(
     if objective not in OBJECTIVES:
         raise ProfileError(unknown_name("objective", objective, OBJECTIVES))
     workload = workload or Workload.of_items(profile)
-    weights = resample_weights(profile.num_items)
+    weights = resample_weights([item.group for item in profile.items])
     points = []
     for record in profile.measurements:
         if not record.plan.is_of(operators):

@@ -268,6 +268,22 @@ def test_a_plan_is_confirmed_on_items_that_did_not_choose_it(
     assert all(score is not None for m in confirmed.measurements for score in m.score)
 
 
+@pytest.mark.parametrize(("questions", "num_known"), [(2, 0), (6, 2)])
+def test_items_over_other_texts_are_fresher(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, questions: int, num_known: int
+) -> None:
+    task = TaskRef("records", {"num_records": 2, "questions_per_context": questions})
+    settings = ProfileSettings(task, num_items=1, granularity=4, operators=("copy",))
+    profile = run(tmp_path / "tiny.json", settings)
+    plans = [ReusePlan.of(0, 0)]
+    confirmed = confirm_plans(
+        read_pair("tiny"), tmp_path / "tiny.json", plans, 2, tmp_path / "tiny.confirm.json"
+    )
+    known = [item for item in confirmed.items if item.group == profile.items[0].group]
+    assert len(confirmed.items) == 2 and len(known) == num_known
+    assert (f"{num_known} items ask about a text" in caplog.text) == (num_known > 0)
+
+
 @pytest.mark.parametrize("name", ["tiny.confirm.json", "tiny.refined.confirm.json"])
 def test_a_confirmation_cannot_be_confirmed(
     finished: tuple[Profile, Path], tmp_path: Path, name: str

@@ -135,6 +135,15 @@ def test_a_loss_below_the_floor_is_zero() -> None:
     assert above_floor(1e-6, floor=1e-6) == 1e-6
 
 
+def test_a_group_is_drawn_as_a_whole() -> None:
+    weights = resample_weights(["a", "b", "b"], num_resamples=4000, seed=1)
+    assert weights.sum(axis=1) == pytest.approx(1)
+    assert (weights[:, 1] == weights[:, 2]).all()
+    assert set(weights[:, 0].tolist()) == {0, 1 / 3, 1}
+    apart = resample_weights(["a", "b", "c"], num_resamples=4000, seed=1)
+    assert (apart == resample_weights(3, num_resamples=4000, seed=1)).all()
+
+
 def test_a_share_at_the_bound_shows_so_few_losses_one_time_in_twenty() -> None:
     for n in (1, 8, 59, 300):
         assert (1 - share_bound(0, n)) ** n == pytest.approx(0.05)
