@@ -144,7 +144,7 @@ class RunFolder:
 
         It goes in one step, so that no other process finds a part of it, or loses a run of its own.
         """
-        doomed = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}.gone")
+        doomed = self.path.with_name(f".{secrets.token_hex(8)}.{self.path.name}")
         with suppress(OSError):
             if self._is_there():
                 self.path.rename(doomed)

@@ -102,7 +102,8 @@ class SearchResult:
     """What a search found and what it used.
 
     Attributes:
-        found: Plans evaluated on every item; after `run`, full reuse and full prefill among them.
+        found: Plans evaluated on every item, in the order of the space; after `run`, full reuse and
+            full prefill among them.
         lost: Plans stopped in the race -> how many items they were evaluated on.
         num_evaluations: Pairs of plan and item evaluated.
         used: The same in the unit of the budget.
@@ -213,9 +214,9 @@ class BudgetedSearch:
         items = range(self.num_items)
         return SearchResult(
             found=tuple(
-                FoundPlan(plan, tuple(seen.results[item] for item in items))
-                for plan, seen in history.items()
-                if seen.is_complete
+                FoundPlan(plan, tuple(history[plan].results[item] for item in items))
+                for plan in self.space.plans
+                if plan in history and history[plan].is_complete
             ),
             lost={
                 plan: len(seen.results)
