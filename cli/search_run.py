@@ -58,9 +58,9 @@ class SearchRun:
         return len(self._plans) * len(self._job.items)
 
     def seconds_per_evaluation(self) -> float:
-        """About how long one evaluation takes: that of half the layers, timed here."""
-        num_layers = self._job.receiver.model.num_layers
-        plan = ReusePlan.of(num_layers // 4, num_layers // 4 + -(-num_layers // 2))
+        """About how long one evaluation takes: that of a middling plan, timed here."""
+        by_layers = sorted(self._plans, key=lambda plan: plan.num_recomputed)
+        plan = by_layers[len(by_layers) // 2]
         self.evaluate(plan, 0)  # prefills the item
         started = time.monotonic()
         self.evaluate(plan, 0)
@@ -116,8 +116,7 @@ class SearchRun:
         for index in range(len(job.items)):
             scores.append(job.decode_item(index, swept[index], wanted, self._stitch))
             self._on_progress("decode", index + 1, len(job.items))
-        stitched = self._stitch is not None
-        map_file = keep_map(job, self._folder, self._output) if stitched else None
+        map_file = keep_map(job, self._stitch, self._output) if self._stitch is not None else None
         profile = job.assemble(swept, scores, map_file, command, self._started)
         write_profile(self._output, profile)
         self._folder.remove()  # other processes have read the map by now; the study stays

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from droidkv.frontier import Measurement, interval_allows
 from droidkv.objectives import Objective, Workload
 from droidkv.plan import ReusePlan
-from droidkv.quality import Interval, unseen_share
+from droidkv.quality import Interval, share_bound
 
 Bound = Literal["max_loss", "slo_ttft", "break_even", "nothing"]
 _UNITS: dict[Objective, str] = {
@@ -35,6 +35,9 @@ class Choice:
         bound_by: The limit without which another plan would have been chosen; `break_even` = the
             full prefill is faster than every good enough plan.
         claim_holds: Whether the items allow the claim that the loss is within the limit.
+        lost_items: Where the interval tells too little, as of few items that are lost wholly: how
+            many are, of how many that the full prefill gets right. An exact bound is then asked of
+            the claim, too.
         good_reuse: The cheapest reusing plan within `max_loss`, even if slower than the full
             prefill; None = no plan is good enough.
         fast_reuse: If nothing meets both limits: the plan of least loss within the SLO.
@@ -50,6 +53,7 @@ class Choice:
     workload: Workload
     bound_by: Bound
     claim_holds: bool
+    lost_items: tuple[int, int] | None
     good_reuse: Measurement | None
     fast_reuse: Measurement | None
     break_even_prefix_tokens: int | None
@@ -153,8 +157,11 @@ class Choice:
             )
         if self.claim_holds:
             return lines
-        if interval_allows(self.chosen, self.max_loss):
-            reason = f"no loss seen, but {100 * unseen_share(n):.2g} % could hide behind {n} items"
+        if self.lost_items is not None and interval_allows(self.chosen, self.max_loss):
+            num_lost, num_right = self.lost_items
+            seen = f"{num_lost} of {num_right} items lost" if num_lost else "no loss seen"
+            hidden = 100 * share_bound(num_lost, num_right)
+            reason = f"{seen}, but {hidden:.2g} % could hide behind {num_right} items"
         else:
             reason = f"the interval reaches {self.amount(self.interval.high)}"
         lines.append(

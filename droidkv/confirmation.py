@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from droidkv.differences import differences
+from droidkv.errors import ProfileError
 from droidkv.plan import ReusePlan
 from droidkv.profile import Profile, read_profile
 
@@ -52,6 +53,20 @@ def confirmation_path(profile_file: Path) -> Path:
 def refined_path(profile_file: Path) -> Path:
     """Where plans are confirmed through a trained map: `NAME.refined.confirm.json` beside it."""
     return profile_file.with_name(f"{profile_file.stem}.refined{_SUFFIX}")
+
+
+def require_unconfirmed(path: Path) -> None:
+    """Refuse to confirm a confirmation: the items that chose its plans are not among its own.
+
+    Raises:
+        ProfileError: The file is one; names the profile that it is of.
+    """
+    if path.name.endswith(_SUFFIX):
+        name = path.name.removesuffix(_SUFFIX).removesuffix(".refined")
+        raise ProfileError(
+            f"expected a profile, got the confirmation {path}, whose plans other items have "
+            f"chosen; name the profile itself, {path.with_name(name + '.json')}"
+        )
 
 
 def all_evidence(path: Path, profile: Profile) -> list[Evidence]:
@@ -114,9 +129,13 @@ def trained_for(plan: ReusePlan, evidence: Sequence[Evidence]) -> Evidence | Non
 def _mismatches(profile: Profile, confirmed: Profile, has_own_map: bool) -> list[str]:
     """Names of the fields by which one is no confirmation of the other."""
     found = [each.field for each in differences(_kind(profile), _kind(confirmed))]
-    for role in ("sender", "receiver"):
-        mine, theirs = (getattr(each, role).fingerprint for each in (profile, confirmed))
-        found += [f"{role}.{each.field}" for each in mine.differences(theirs)]
+    for role in ("sender", "receiver", "reference"):
+        mine, theirs = (getattr(each, role) for each in (profile, confirmed))
+        if mine is None or theirs is None:
+            found += [role] if mine != theirs else []
+        else:
+            differing = mine.fingerprint.differences(theirs.fingerprint)
+            found += [f"{role}.{each.field}" for each in differing]
     if confirmed.stitch is not None and not has_own_map:
         fitted = profile.stitch.sha256 if profile.stitch else None
         found += ["stitch.sha256"] if confirmed.stitch.sha256 != fitted else []

@@ -24,7 +24,8 @@ _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Ways to begin a LoRA that leave the base as it is; others take a part out of its weights.
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-# Bookkeeping and training settings of an adapter: they do not change what it computes.
+# Bookkeeping and training settings of an adapter: they do not change what it computes, but for a
+# start that rewrites the base.
 ADAPTER_IRRELEVANT = frozenset(
     """
     auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config
@@ -123,12 +124,15 @@ def adapter_sha256(folder: Path) -> str:
         LoadError: A file is missing or damaged; an adapter as `.bin` is refused.
         StorageError: A file could not be read.
     """
+    table = read_adapter_config(folder)
     settings = {
         name: value
-        for name, value in read_adapter_config(folder).items()
+        for name, value in table.items()
         # Settings that are off say the same as settings a version does not have.
         if name not in ADAPTER_IRRELEVANT and value
     }
+    if rewrites_base(start := table.get("init_lora_weights")):
+        settings["init_lora_weights"] = start
     for name in ("target_modules", "modules_to_save"):
         if isinstance(settings.get(name), list):
             settings[name] = sorted(settings[name])  # PEFT writes a set, in any order

@@ -24,6 +24,10 @@ class ProfileError(DroidKVError, ValueError):
     """A profile is malformed, of another schema, or belongs to another pair."""
 
 
+class RunGoneError(ProfileError):
+    """The folder of an unfinished run is no longer there: it was finished elsewhere, or deleted."""
+
+
 class IdentityError(DroidKVError, ValueError):
     """Two producers that must be the same differ; the message names each differing field."""
 

@@ -130,7 +130,8 @@ def compare(hidden: Tensor, receiver: DecoderModel, item: TokenItem) -> list[Tea
         nll = -log_probs.gather(-1, answer.expand(len(part), -1)[..., None])[..., 0].mean(dim=-1)
         hits = log_probs.argmax(dim=-1) == answer
         results += [
-            TeacherForced(kl=max(0.0, k), nll=n, top1=t, agrees=a)
+            # In this order NaN stays NaN.
+            TeacherForced(kl=max(k, 0.0), nll=n, top1=t, agrees=a)
             for k, n, t, a in zip(
                 kl.tolist(),
                 nll.tolist(),

@@ -34,7 +34,8 @@ SUPPORTED: Mapping[str, str] = {
     "gemma3_text": "layer_types",
 }
 _ROPE_BY_LAYER_TYPE = {"gemma3_text"}
-_ATTENTION_KERNELS = {"sdpa", "eager"}
+# Given no mask, which stands for plain causality here, `eager` of transformers applies none.
+_ATTENTION_KERNEL = "sdpa"
 _SHARED_READ = "droidkv_shared_read"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -104,10 +105,10 @@ class DecoderModel:
                 "call model.eval() first"
             )
         kernel = self.config._attn_implementation
-        if kernel not in _ATTENTION_KERNELS:
+        if kernel != _ATTENTION_KERNEL:
             raise UnsupportedModelError(
-                f"expected attn_implementation of {sorted(_ATTENTION_KERNELS)}, got {kernel!r}; "
-                "load the model with attn_implementation='sdpa'"
+                f"expected the attention kernel {_ATTENTION_KERNEL!r}, got {kernel!r}; load the "
+                f"model with attn_implementation={_ATTENTION_KERNEL!r}"
             )
         self._base = self.model.model
         self._layers = self._base.layers

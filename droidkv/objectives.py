@@ -145,7 +145,7 @@ def measure(
     if objective not in OBJECTIVES:
         raise ProfileError(unknown_name("objective", objective, OBJECTIVES))
     workload = workload or Workload.of_items(profile)
-    weights = resample_weights(profile.num_items)
+    weights = resample_weights([item.group for item in profile.items])
     points = []
     for record in profile.measurements:
         if not record.plan.is_of(operators):
@@ -187,14 +187,18 @@ def measure_noise_floor(items: Sequence[ItemRecord], exact: PlanRecord) -> Noise
     Args:
         items: The profile's items.
         exact: Record of `[0, L)` through the partial-prefill path, or of any plan where sender and
-            receiver are one model.
+            receiver are one model. What it scores where its answer was not decoded is not known:
+            such items say nothing about the floor of the score.
     """
-    losses = _losses(items, exact)
+    pairs = zip(items, exact.score, strict=True)
+    known = [(item.full_score, score) for item, score in pairs if score is not None]
+    full = sum(full for full, _ in known)
+    lost = full - sum(score for _, score in known)
     return NoiseFloor(
         kl=max(0.0, *exact.kl),
         nll=max(0.0, *_nll_above_full(items, exact)),
-        disagreement=losses["disagreement"],
-        relative_percent=max(0.0, losses.get("score", 0.0)),
+        disagreement=_losses(items, exact)["disagreement"],
+        relative_percent=max(0.0, 100 * lost / full) if full >= LEAST_SCORE else 0.0,
     )
 
 

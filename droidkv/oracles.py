@@ -239,7 +239,7 @@ class Oracles:
         agreeing = sum(result.agrees for result in results.values())
         return self._result(
             "the noise floor of a loss is small",
-            [_nan_as_inf(result.kl) for result in results.values()],
+            [_nan_as_inf(r.kl) if math.isfinite(r.nll) else math.inf for r in results.values()],
             f"KL of a receiver reusing its own cache, the largest over {len(results)} plans, "
             f"{agreeing} of which give the same answer; a loss below it is none",
             MEAN_SHARE * TOLERANCES[self.receiver.dtype],

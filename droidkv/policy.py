@@ -16,7 +16,7 @@ from droidkv.frontier import Measurement, cheapest_within, interval_allows
 from droidkv.objectives import Cost, Objective, Workload, measure, plan_cost
 from droidkv.plan import OPERATORS, Operator, ReusePlan
 from droidkv.profile import Profile
-from droidkv.quality import Interval, unseen_share
+from droidkv.quality import Interval, share_bound
 from droidkv.ttft import Calibration, Order, break_even_prefix_tokens
 
 __all__ = ["DEFAULT_MAX_LOSS", "Choice", "pick", "pick_among"]
@@ -98,6 +98,9 @@ def pick(
             bound_by = "slo_ttft"
     if chosen.loss > max_loss:
         bound_by = "max_loss"
+    is_exact = chosen == full and profile.reference is None
+    lost = _lost_items(profile, chosen) if objective == "score" and not is_exact else None
+    bound = 0.0 if lost is None else 100 * share_bound(*lost)
     choice = Choice(
         chosen=chosen,
         full=full,
@@ -106,8 +109,8 @@ def pick(
         slo_ttft_seconds=slo_ttft_seconds,
         workload=workload,
         bound_by=bound_by,
-        claim_holds=(chosen == full and profile.reference is None)
-        or _claim_holds(chosen, objective, max_loss),
+        claim_holds=is_exact or (interval_allows(chosen, max_loss) and bound <= max_loss),
+        lost_items=lost,
         good_reuse=good_reuse,
         fast_reuse=fast_reuse,
         break_even_prefix_tokens=None,
@@ -207,12 +210,16 @@ def _bound_by(
     return "max_loss" if faster else "nothing"
 
 
-def _claim_holds(chosen: Measurement, objective: Objective, max_loss: float) -> bool:
-    if not interval_allows(chosen, max_loss):
-        return False
-    # Resampling items that all lose the same, or of which none loses, shows no loss, however few
-    # they are.
+def _lost_items(profile: Profile, chosen: Measurement) -> tuple[int, int] | None:
+    """How many items a plan loses, and of how many, where resampling tells too little of them.
+
+    So it does of few that are lost wholly, and where all items lose the same or none loses: that
+    shows no loss, however few they are. An item that the full prefill gets wrong has none to lose.
+    """
+    scores = profile.record(chosen.plan).score
+    losses = [i.full_score - (score or 0.0) for i, score in zip(profile.items, scores, strict=True)]
+    num_right = sum(item.full_score > 0 for item in profile.items)
+    if {*losses} <= {-1.0, 0.0, 1.0}:
+        return losses.count(1.0), num_right
     none_seen = chosen.interval.low == chosen.interval.high or chosen.interval.high <= 0
-    return not (
-        objective == "score" and none_seen and 100 * unseen_share(chosen.num_items) > max_loss
-    )
+    return (0, num_right) if none_seen else None

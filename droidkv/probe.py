@@ -34,7 +34,7 @@ from droidkv.probe_record import (
 )
 from droidkv.profile_job import Job, ProfileSettings
 from droidkv.provenance import provenance
-from droidkv.records import ItemRecord, ModelRecord, TaskRecord
+from droidkv.records import ItemRecord, ModelRecord, TaskRecord, require_numbers
 from droidkv.run_folder import Progress, RunFolder, no_progress
 from droidkv.sweep import sweep
 from droidkv.tasks import get_task
@@ -156,12 +156,23 @@ def probe_pair(
         lambda item: probe_prefills(item, receiver.model.num_layers),
         on_estimate,
     )
-    rows = folder.complete("probe", len(job.items), lambda i: _probe_row(job, i), on_progress)
-    probe = Probe(
-        pair=pair.name,
-        sender=ModelRecord(sender.name, sender.fingerprint),
-        receiver=ModelRecord(receiver.name, receiver.fingerprint),
-        num_layers=receiver.model.num_layers,
+
+    def measure() -> Probe:
+        rows = folder.complete("probe", len(job.items), lambda i: _probe_row(job, i), on_progress)
+        probe = _assemble(job, rows, command, started)
+        write_probe(output, probe)
+        return probe
+
+    return folder.finish(output, measure, read_probe)
+
+
+def _assemble(job: Job, rows: Sequence[dict[str, Any]], command: str, started: float) -> Probe:
+    task, settings = job.task, job.settings
+    return Probe(
+        pair=job.pair.name,
+        sender=ModelRecord(job.sender.name, job.sender.fingerprint),
+        receiver=ModelRecord(job.receiver.name, job.receiver.fingerprint),
+        num_layers=job.receiver.model.num_layers,
         task=TaskRecord(task.name, task.version, task.metric, "eval", settings.seed, task.options),
         items=tuple(ItemRecord(**row["item"]) for row in rows),
         full_reuse=_layer_record([row["full_reuse"] for row in rows]),
@@ -175,9 +186,6 @@ def probe_pair(
             time.monotonic() - started,
         ),
     )
-    write_probe(output, probe)
-    folder.remove()
-    return probe
 
 
 def _probe_row(job: Job, index: int) -> dict[str, Any]:
@@ -187,8 +195,10 @@ def _probe_row(job: Job, index: int) -> dict[str, Any]:
         job.sender.model, answer.prefix_ids[None], hidden_layers=range(1, receiver.num_layers)
     )
     record = job.item_record(index, answer)
-    probed = dataclasses.asdict(probe_item(receiver, captured, answer))
-    return {"item": dataclasses.asdict(record), **probed}
+    probed = probe_item(receiver, captured, answer)
+    for result in (probed.full_reuse, *probed.reuse_one, *probed.recompute_one):
+        require_numbers("every layer by itself", record.id, result.kl, result.nll)
+    return {"item": dataclasses.asdict(record), **dataclasses.asdict(probed)}
 
 
 def _layer_record(results: Sequence[Mapping[str, Any]]) -> LayerRecord:

@@ -122,7 +122,7 @@ class Probe:
 
     def intervals(self, side: Side, loss: ProbeLoss = "kl") -> list[Interval]:
         """Bootstrap interval of each layer's mean loss."""
-        weights = resample_weights(len(self.items))
+        weights = resample_weights([item.group for item in self.items])
         return [percentile_interval(weights @ row) for row in self.losses(side, loss)]
 
     def full_reuse_loss(self, loss: ProbeLoss = "kl") -> float:

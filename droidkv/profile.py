@@ -46,6 +46,7 @@ __all__ = [
     "profile_to_json",
     "read_profile",
     "require_identity",
+    "require_reference",
     "write_profile",
 ]
 
@@ -299,6 +300,26 @@ def require_identity(profile: Profile, sender: Fingerprint, receiver: Fingerprin
             theirs=f"the {role} in use",
             way_out="profile this pair of models, or load the ones that were profiled",
         )
+
+
+def require_reference(profile: Profile, answering: Fingerprint) -> None:
+    """Refuse a profile whose losses are against another model's full prefill.
+
+    Args:
+        profile: The profile about to be used.
+        answering: Fingerprint of the model that losses are to be against: the reference, or the
+            receiver where there is none.
+
+    Raises:
+        IdentityError: It is another; the message names each differing field and both values.
+    """
+    model = profile.reference or profile.receiver
+    model.fingerprint.require_same(
+        answering,
+        mine=f"the model {model.name!r} that the profile's losses are against",
+        theirs="the one that these would be against",
+        way_out="profile the pair anew, or name the reference that it was profiled with",
+    )
 
 
 def _check_unique(name: str, values: list[Any]) -> None:

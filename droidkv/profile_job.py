@@ -28,9 +28,16 @@ from droidkv.loading import LoadedModel
 from droidkv.objectives import measure_noise_floor
 from droidkv.pair import Pair, TaskRef
 from droidkv.plan import Operator, ReusePlan, all_plans
-from droidkv.profile import Profile, read_profile, require_identity
+from droidkv.profile import Profile, read_profile, require_identity, require_reference
 from droidkv.provenance import provenance
-from droidkv.records import ItemRecord, ModelRecord, PlanRecord, StitchRecord, TaskRecord
+from droidkv.records import (
+    ItemRecord,
+    ModelRecord,
+    PlanRecord,
+    StitchRecord,
+    TaskRecord,
+    require_numbers,
+)
 from droidkv.refine import RefineItem
 from droidkv.stitch import StitchMap
 from droidkv.sweep import sweep
@@ -149,6 +156,7 @@ class Job:
         self.confirmed = read_profile(settings.confirms) if settings.confirms else None
         if self.confirmed is not None:
             require_identity(self.confirmed, sender.fingerprint, receiver.fingerprint)
+            require_reference(self.confirmed, (reference or receiver).fingerprint)
         self.items = self._items()
         self.plans = self._plans()
         self.calibration: list[Item] = []
@@ -178,24 +186,32 @@ class Job:
         return all_plans(num_layers, settings.granularity, settings.operators)
 
     def _items(self) -> list[Item]:
-        """The evaluated items; those of a confirmed profile come first in the task and are cut."""
+        """The evaluated items; those of a confirmed profile come first in the task and are cut.
+
+        Other questions over their prefixes come last: they are hardly fresher.
+        """
+        wanted = self.settings.num_items
         seen = {item.id for item in self.confirmed.items} if self.confirmed else set()
-        limit = len(seen) + self.settings.num_items
+        limit = 2 * (len(seen) + wanted) if seen else wanted
         items = self.task.items("eval", limit, self.settings.seed)
+        prefixes = {item.prefix for item in items if item.id in seen}
         fresh = [item for item in items if item.id not in seen]
+        fresh.sort(key=lambda item: item.prefix in prefixes)
         if not fresh:
             raise TaskError(
                 f"expected fresh items to confirm {self.settings.confirms} on, but the task "
                 f"{self.task.name!r} has only {len(items)}, all in that profile"
             )
-        if len(fresh) < self.settings.num_items:
+        if len(fresh) < wanted:
             _LOG.info(
                 "the task has %d fresh items to evaluate on, not %d; its others are for training "
                 "and calibration",
                 len(fresh),
-                self.settings.num_items,
+                wanted,
             )
-        return fresh[: self.settings.num_items]
+        if known := sum(item.prefix in prefixes for item in fresh[:wanted]):
+            _LOG.warning("%d items ask about a text that the confirmed profile asked about", known)
+        return fresh[:wanted]
 
     def key(self) -> dict[str, Any]:
         """What every kept step depends on."""
@@ -257,7 +273,13 @@ class Job:
     def row(
         self, index: int, answer: TokenItem, results: Mapping[ReusePlan, TeacherForced]
     ) -> dict[str, Any]:
-        """One evaluated item as it is kept in the run folder."""
+        """One evaluated item as it is kept in the run folder.
+
+        Raises:
+            ProfileError: A result is no number.
+        """
+        for plan, result in results.items():
+            require_numbers(f"the plan {plan}", self.items[index].id, result.kl, result.nll)
         return {
             "item": dataclasses.asdict(self.item_record(index, answer)),
             "plans": {str(plan): dataclasses.astuple(result) for plan, result in results.items()},
@@ -274,6 +296,7 @@ class Job:
             answer_tokens=len(answer.answer_ids),
             full_score=self.score(item, answer.answer_ids.tolist()),
             full_nll=-float(answer.log_probs[steps, answer.answer_ids].mean()),
+            prefix_digest=content_digest(item.prefix),
         )
 
     def refine_item(self, item: Item, starts: Sequence[int]) -> RefineItem:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from droidkv.confirmation import require_unconfirmed
 from droidkv.estimate import estimate_items, sweep_prefills
-from droidkv.jsonio import replacing
 from droidkv.loading import load_pair, load_reference
 from droidkv.pair import Pair, TaskRef
 from droidkv.plan import ReusePlan
@@ -63,34 +62,34 @@ def profile_pair(
         on_estimate,
     )
 
-    stitch = get_map(job, folder, on_progress) if job.stitches else None
-    swept = folder.complete(
-        "sweep", len(job.items), lambda i: job.sweep_item(i, stitch), on_progress
-    )
-    wanted = job.plans_to_decode(swept)
-    scores = folder.complete(
-        "decode",
-        len(job.items),
-        lambda i: job.decode_item(i, swept[i], wanted, stitch),
-        on_progress,
-    )
+    def measure() -> Profile:
+        stitch = get_map(job, folder, on_progress) if job.stitches else None
+        swept = folder.complete(
+            "sweep", len(job.items), lambda i: job.sweep_item(i, stitch), on_progress
+        )
+        wanted = job.plans_to_decode(swept)
+        scores = folder.complete(
+            "decode",
+            len(job.items),
+            lambda i: job.decode_item(i, swept[i], wanted, stitch),
+            on_progress,
+        )
+        map_file = keep_map(job, stitch, output) if stitch is not None else None
+        profile = job.assemble(swept, scores, map_file, command, started)
+        write_profile(output, profile)
+        return profile
 
-    map_file = keep_map(job, folder, output) if stitch is not None else None
-    profile = job.assemble(swept, scores, map_file, command, started)
-    write_profile(output, profile)
-    folder.remove()
-    return profile
+    return folder.finish(output, measure, read_profile)
 
 
-def keep_map(job: Job, folder: RunFolder, output: Path) -> Path:
+def keep_map(job: Job, stitch: StitchMap, output: Path) -> Path:
     """The map's file beside the output: the confirmed profile's own where that lies there too."""
     if job.confirmed is not None and job.confirmed.stitch is not None and not job.settings.refine:
         shared = Path(job.settings.confirms or "").parent / job.confirmed.stitch.file
         if shared.resolve().parent == output.resolve().parent:
             return shared
     map_file = output.with_suffix(".stitch.safetensors")
-    with replacing(map_file) as temporary:
-        shutil.copyfile(folder.path / "map.safetensors", temporary)
+    stitch.save(map_file)
     return map_file
 
 
@@ -121,6 +120,7 @@ def confirm_plans(
 
     Raises:
         IdentityError: The pair's models are not those of the profile.
+        ProfileError: It is a confirmation itself.
         TaskError: The task has no fresh item left.
     """
     settings = _fresh_settings(profile_file, plans, num_items)
@@ -155,8 +155,9 @@ def refine_plans(
 
     Raises:
         StitchError: The profile has no map, or the plans are not such.
-        IdentityError, TaskError: As `confirm_plans`.
+        IdentityError, ProfileError, TaskError: As `confirm_plans`.
     """
+    require_unconfirmed(profile_file)
     check_refinable(plans)
     load_map(profile_file, read_profile(profile_file))  # refused before anything is written
     twins = [ReusePlan.of(plan.group.start, plan.group.stop) for plan in plans]
@@ -173,6 +174,7 @@ def _fresh_settings(
     profile_file: Path, plans: Sequence[ReusePlan], num_items: int
 ) -> ProfileSettings:
     """Settings that measure a few plans of a profile, and both baselines, on other items."""
+    require_unconfirmed(profile_file)
     profile = read_profile(profile_file)
     baselines = [ReusePlan.of(0, 0), ReusePlan.of(0, profile.num_layers)]
     kept = sorted({*plans, *baselines})

@@ -58,11 +58,14 @@ class Loss:
     num_undecoded: int
 
 
-def resample_weights(num_items: int, num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> Array:
+def resample_weights(
+    items: int | Sequence[str], num_resamples: int = NUM_RESAMPLES, seed: int = 0
+) -> Array:
     """How much each item weighs in each bootstrap resample.
 
     Args:
-        num_items: Items to draw from, with replacement, as many as there are.
+        items: Items to draw from, with replacement, as many as there are. As names: of each item
+            its group's, which is drawn as a whole, since its items are no evidence of their own.
         num_resamples: Resamples to draw.
         seed: Seed of the drawing; plans compared on the same items share one.
 
@@ -72,12 +75,16 @@ def resample_weights(num_items: int, num_resamples: int = NUM_RESAMPLES, seed: i
     Raises:
         ProfileError: There is no item.
     """
-    if num_items < 1:
-        raise ProfileError(f"expected at least 1 item to average over, got {num_items}")
-    drawn = np.random.default_rng(seed).integers(num_items, size=(num_resamples, num_items))
-    flat = drawn + num_items * np.arange(num_resamples)[:, None]
-    counts = np.bincount(flat.ravel(), minlength=num_resamples * num_items)
-    return counts.reshape(num_resamples, num_items) / num_items
+    names = range(items) if isinstance(items, int) else items
+    if not names:
+        raise ProfileError("expected at least 1 item to average over, got 0")
+    places = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    n = len(places)
+    drawn = np.random.default_rng(seed).integers(n, size=(num_resamples, n))
+    flat = drawn + n * np.arange(num_resamples)[:, None]
+    drawn_times = np.bincount(flat.ravel(), minlength=num_resamples * n).reshape(num_resamples, n)
+    counts = drawn_times[:, [places[name] for name in names]]
+    return counts / counts.sum(axis=1, keepdims=True)  # type: ignore[no-any-return]
 
 
 def percentile_interval(resampled: Array, confidence: float = CONFIDENCE) -> Interval:
@@ -192,10 +199,22 @@ def above_floor(loss: float, floor: float) -> float:
     return 0.0 if loss < floor else loss
 
 
-def unseen_share(num_items: int, confidence: float = CONFIDENCE) -> float:
-    """Largest share of items a plan may spoil although none of `num_items` was spoiled.
+def share_bound(num_lost: int, num_items: int, confidence: float = CONFIDENCE) -> float:
+    """Largest share of items a plan may spoil although only `num_lost` of `num_items` were spoiled.
 
-    The exact form of the rule of three: about 3 / n. A bootstrap of equal values has no width and
-    would hide this.
+    The one-sided bound of Clopper and Pearson; with none spoiled the rule of three, about 3 / n. A
+    bootstrap of few losses is narrower, and of none has no width at all.
     """
-    return 1.0 - math.exp(math.log(1 - confidence) / num_items)
+    if num_lost == num_items:
+        return 1.0
+
+    def log_chance(k: int, share: float) -> float:
+        ways = math.lgamma(num_items + 1) - math.lgamma(k + 1) - math.lgamma(num_items - k + 1)
+        return ways + k * math.log(share) + (num_items - k) * math.log1p(-share)
+
+    low, high = num_lost / num_items, 1.0
+    for _ in range(40):
+        share = (low + high) / 2
+        so_few = sum(math.exp(log_chance(k, share)) for k in range(num_lost + 1))
+        low, high = (share, high) if so_few > 1 - confidence else (low, share)
+    return high

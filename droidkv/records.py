@@ -65,6 +65,7 @@ class ItemRecord:
         answer_tokens: Tokens of the full prefill's greedy answer.
         full_score: Score of that answer, in [0, 1].
         full_nll: Its mean negative log-likelihood per token, in nats.
+        prefix_digest: Of the prefix, by which items over one text are known; None = not recorded.
 
     Raises:
         ProfileError: A length is below 1, or a number out of range.
@@ -76,12 +77,18 @@ class ItemRecord:
     answer_tokens: int
     full_score: float
     full_nll: float
+    prefix_digest: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("prefix_tokens", "suffix_tokens", "answer_tokens"):
             _check_range(getattr(self, name), name, low=1)
         _check_range(self.full_score, "full_score", low=0, high=1)
         _check_range(self.full_nll, "full_nll")
+
+    @property
+    def group(self) -> str:
+        """A name that items over one prefix share, and no others."""
+        return self.prefix_digest or self.id
 
 
 @dataclass(frozen=True)
@@ -210,6 +217,25 @@ class Provenance:
 
     def __post_init__(self) -> None:
         _check_range(self.seconds, "seconds", low=0)
+
+
+def require_numbers(what: str, item: str, kl: float, nll: float) -> None:
+    """Refuse what was measured on an item where it is no number.
+
+    Args:
+        what: What did it, in words.
+        item: Name of the item.
+        kl: In nats.
+        nll: In nats.
+
+    Raises:
+        ProfileError: KL or NLL is NaN or infinite.
+    """
+    if not (math.isfinite(kl) and math.isfinite(nll)):
+        raise ProfileError(
+            f"expected numbers for {what} on the item {item}, got KL {kl} and NLL {nll}: a model "
+            "overflows; use a wider dtype, such as float32"
+        )
 
 
 def rounded(value: float) -> float:

@@ -55,7 +55,7 @@ def sharing_curves(profiles: Mapping[str, Profile]) -> dict[str, list[SharingPoi
 
 
 def _curve(profile: Profile) -> list[SharingPoint]:
-    weights = resample_weights(profile.num_items)
+    weights = resample_weights([item.group for item in profile.items])
     points = []
     for record in profile.measurements:
         shared = profile.num_layers - record.plan.num_recomputed

@@ -113,8 +113,18 @@ def test_a_full_share_profile_chose_no_plan(tmp_path: Path) -> None:
     evidence = own_evidence(tmp_path / "tiny.json", shared)
     assert evidence.is_confirmed and "chose no plan" in evidence.remark
     assert best_evidence(tmp_path / "tiny.json", shared) == evidence
-    path = written(tmp_path, confirmation())
+    path = written(tmp_path, confirmation(reference=shared.reference))
     assert best_evidence(path, shared).path == confirmation_path(path)
+
+
+def test_losses_against_another_reference_confirm_nothing(tmp_path: Path) -> None:
+    shared = made_profiles.profile(reference=ModelRecord("tuned", fingerprint(13)))
+    path = written(tmp_path, confirmation())
+    assert best_evidence(path, shared).path == path
+    assert "differs in reference: run" in best_evidence(path, shared).remark
+    path = written(tmp_path, confirmation(reference=ModelRecord("tuned", fingerprint(14))))
+    assert "differs in reference.weights" in best_evidence(path, shared).remark
+    assert "differs in reference: run" in best_evidence(path, PROFILE).remark
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,7 @@ def test_an_adapter_is_its_tensors_and_the_settings_that_matter(tmp_path: Path) 
         "lora_dropout": 0.1,
         "target_modules": ["v_proj", "q_proj"],
         "use_rslora": False,
+        "init_lora_weights": "gaussian",
         "some_new_option": None,
     }
     assert adapter_sha256(adapter(tmp_path / "same", **same)) == identity
@@ -236,6 +237,8 @@ def test_an_adapter_is_its_tensors_and_the_settings_that_matter(tmp_path: Path) 
         adapter(tmp_path / "targets", target_modules=["q_proj"]),
         adapter(tmp_path / "unheard", some_new_option=1),
         adapter(tmp_path / "pattern", rank_pattern={"q_proj": 8}),
+        # When loaded it takes a part out of the base's weights.
+        adapter(tmp_path / "pissa", init_lora_weights="pissa"),
     ]
     assert len({identity, *map(adapter_sha256, others)}) == 1 + len(others)
 

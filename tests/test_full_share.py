@@ -11,7 +11,7 @@ from pair_files import write_pair
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from droidkv.errors import PairError, PlanError, ProfileError  # noqa: E402
+from droidkv.errors import IdentityError, PairError, PlanError, ProfileError  # noqa: E402
 from droidkv.loading import load_pair  # noqa: E402
 from droidkv.pair import Pair, read_pair  # noqa: E402
 from droidkv.plan import ReusePlan  # noqa: E402
@@ -76,6 +76,9 @@ def test_its_empty_plan_carries_its_loss_against_the_plain_fine_tune(
     assert pick(made, objective="kl", max_loss=0).claim_holds is False
     confirmed = confirm_plans(pair, tmp_path / "shared.json", [NONE], 2, tmp_path / "c.json")
     assert confirmed.reference == made.reference
+    other = dataclasses.replace(pair, reference=pair.sender)
+    with pytest.raises(IdentityError, match="losses are against"):
+        confirm_plans(other, tmp_path / "shared.json", [NONE], 2, tmp_path / "c.json")
 
 
 def test_without_a_reference_its_own_prefill_is_not_taken_for_one(

@@ -60,6 +60,18 @@ def test_every_point_has_its_n_its_interval_and_all_losses() -> None:
             assert set(m.losses) == set(OBJECTIVES)
 
 
+def test_items_over_one_prefix_are_resampled_together() -> None:
+    scores = [0.0] * 4 + [1.0] * 36
+    apart = profile([record(HALF, scores)])
+    items = tuple(
+        dataclasses.replace(each, prefix_digest=f"prefix {index // 4}")
+        for index, each in enumerate(apart.items)
+    )
+    shared = dataclasses.replace(apart, items=items)
+    assert measure(apart)[0].interval.high == pytest.approx(20)
+    assert measure(shared)[0].interval.high == pytest.approx(30)
+
+
 def test_undecoded_items_are_flagged_where_they_count() -> None:
     assert [m.num_undecoded for m in measure(small_profile(), "score")] == [1, 0, 0, 0]
     assert [m.num_undecoded for m in measure(small_profile(), "kl")] == [0, 0, 0, 0]
@@ -85,6 +97,8 @@ def test_noise_floor_is_the_exact_plans_worst_item() -> None:
     exact = PlanRecord(FULL, (1e-9, -2e-9), (0.25, 0.26), (1.0, 0.5), (True, False), (1.0, 0.5))
     floor = measure_noise_floor(items, exact)
     assert dataclasses.astuple(floor) == pytest.approx((1e-9, 0.01, 0.5, 25.0))
+    undecoded = dataclasses.replace(exact, score=(1.0, None))
+    assert measure_noise_floor(items, undecoded).relative_percent == 0.0
     clean = record(FULL, [1.0, 1.0], kl=0.0)
     assert measure_noise_floor(items, clean) == NoiseFloor(0, 0, 0, 0)
 

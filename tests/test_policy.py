@@ -130,7 +130,26 @@ def test_a_few_gains_do_not_hide_that_no_loss_was_seen_yet() -> None:
     choice = pick(profile([record(SHORT, [1.0] * 10)], items=items))
     assert choice.interval.low < choice.interval.high <= 0
     assert not choice.claim_holds
-    assert "could hide behind 10 items" in text(choice)
+    assert "could hide behind 8 items" in text(choice)
+
+
+@pytest.mark.parametrize(("max_loss", "holds"), [(8, False), (11, False), (12, True)])
+def test_one_loss_among_few_items_does_not_allow_a_narrow_claim(
+    max_loss: float, holds: bool
+) -> None:
+    """1 of 40: resampling says at most 7.5 %, while 11.3 % show so few one time in twenty."""
+    choice = pick(profile([record(SHORT, [0.0] + [1.0] * 39)]), max_loss)
+    assert choice.interval.high < 8
+    assert choice.claim_holds == holds
+    assert ("1 of 40 items lost, but 11 % could hide" in text(choice)) == (not holds)
+
+
+def test_items_that_the_full_prefill_gets_wrong_have_nothing_to_lose() -> None:
+    full = [0.0] * 80 + [1.0] * 20
+    items = tuple(item(index, score) for index, score in enumerate(full))
+    choice = pick(profile([record(SHORT, full)], items=items))
+    assert choice.loss == 0 and not choice.claim_holds
+    assert "no loss seen, but 14 % could hide behind 20 items" in text(choice)
 
 
 def test_undecoded_answers_are_mentioned() -> None:

@@ -156,6 +156,20 @@ def test_a_probe_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     assert probe_pair(read_pair("tiny"), SETTINGS, output).reuse_one == probe.reuse_one
 
 
+def test_who_is_overtaken_takes_what_the_other_process_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "tiny.probe.json"
+
+    def overtaken(*_: object) -> None:
+        monkeypatch.undo()
+        probe_pair(read_pair("tiny"), SETTINGS, output)
+
+    monkeypatch.setattr(droidkv.probe, "estimate_items", overtaken)
+    assert probe_pair(read_pair("tiny"), SETTINGS, output) == read_probe(output)
+    assert [path.name for path in tmp_path.iterdir()] == [output.name]
+
+
 def layer(*kls: float) -> LayerRecord:
     return LayerRecord(
         kls, tuple(kl + 0.25 for kl in kls), (1.0,) * len(kls), tuple(kl < 0.5 for kl in kls)

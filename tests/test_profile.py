@@ -22,6 +22,7 @@ from made_profiles import (
 from droidkv.errors import IdentityError, ProfileError
 from droidkv.plan import ReusePlan, all_plans
 from droidkv.profile import (
+    ModelRecord,
     NoiseFloor,
     Profile,
     TaskRecord,
@@ -29,6 +30,7 @@ from droidkv.profile import (
     profile_to_json,
     read_profile,
     require_identity,
+    require_reference,
     write_profile,
 )
 
@@ -202,6 +204,18 @@ def test_identity_of_both_models_is_required() -> None:
     unknown = dataclasses.replace(receiver, rope=None)
     with pytest.raises(IdentityError, match="rope"):
         require_identity(original, sender, unknown)
+
+
+def test_the_model_that_losses_are_against_is_required() -> None:
+    receiver, reference = fingerprint(11), fingerprint(12)
+    require_reference(profile(), receiver)
+    shared = profile(reference=ModelRecord("plain", reference))
+    require_reference(shared, reference)
+    with pytest.raises(IdentityError, match=r"'tuned' that the profile's losses[\s\S]*weights"):
+        require_reference(profile(), reference)
+    for other in (receiver, fingerprint(13)):
+        with pytest.raises(IdentityError, match=r"'plain' that the profile's losses"):
+            require_reference(shared, other)
 
 
 def test_a_self_pair_is_no_swapped_pair() -> None:

@@ -5,12 +5,15 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import droidkv.profile_job
+from droidkv.cache import CapturedCache
+from droidkv.capture import capture
 from droidkv.errors import ProfileError, StitchError
 from droidkv.jsonio import sha256_file
 from droidkv.loading import load_pair
@@ -19,7 +22,7 @@ from droidkv.pair import TaskRef, read_pair
 from droidkv.plan import ReusePlan, all_plans
 from droidkv.profile import Profile, read_profile, require_identity
 from droidkv.profile_job import ProfileSettings, load_map
-from droidkv.profiler import confirm_plans, profile_pair
+from droidkv.profiler import confirm_plans, profile_pair, refine_plans
 from droidkv.stitch import StitchMap
 from droidkv.tasks import Item, Split
 from droidkv.tasks.records import RecordsTask
@@ -197,6 +200,43 @@ def test_workers_share_a_run_and_survive_the_death_of_one(
     assert same_measurements(read_profile(output), read_profile(finished[1]))
 
 
+def test_who_is_overtaken_takes_what_the_other_process_wrote(
+    tmp_path: Path, finished: tuple[Profile, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between sweeping and decoding another process does all the rest."""
+    output = tmp_path / "tiny.json"
+    plans_to_decode = droidkv.profile_job.Job.plans_to_decode
+
+    def overtaken(job: droidkv.profile_job.Job, swept: Sequence[dict[str, Any]]) -> object:
+        monkeypatch.undo()
+        run(output)
+        return plans_to_decode(job, swept)
+
+    monkeypatch.setattr(droidkv.profile_job.Job, "plans_to_decode", overtaken)
+    profile = run(output)
+    assert profile == read_profile(output) and same_measurements(profile, read_profile(finished[1]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "tiny.json",
+        "tiny.stitch.safetensors",
+    ]
+
+
+def test_results_that_are_no_numbers_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the sender overflows in half precision."""
+
+    def overflowing(*arguments: Any, **options: Any) -> CapturedCache:
+        captured = capture(*arguments, **options)
+        captured.values[-1].fill_(float("nan"))
+        return captured
+
+    monkeypatch.setattr(droidkv.profile_job, "capture", overflowing)
+    with pytest.raises(ProfileError, match=r"plan \[0,0\) on the item \S+, got KL nan and NLL nan"):
+        run(tmp_path / "tiny.json")
+    assert not list(tmp_path.glob("tiny.run/sweep-*.json"))
+
+
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ProfileError, match="num_items >= 1"):
         dataclasses.replace(SETTINGS, num_items=0)
@@ -226,6 +266,37 @@ def test_a_plan_is_confirmed_on_items_that_did_not_choose_it(
     assert confirmed.stitch.sha256 == profile.stitch.sha256
     assert confirmed.stitch.calibration_ids == profile.stitch.calibration_ids
     assert all(score is not None for m in confirmed.measurements for score in m.score)
+
+
+@pytest.mark.parametrize(("questions", "num_known"), [(2, 0), (6, 2)])
+def test_items_over_other_texts_are_fresher(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, questions: int, num_known: int
+) -> None:
+    task = TaskRef("records", {"num_records": 2, "questions_per_context": questions})
+    settings = ProfileSettings(task, num_items=1, granularity=4, operators=("copy",))
+    profile = run(tmp_path / "tiny.json", settings)
+    plans = [ReusePlan.of(0, 0)]
+    confirmed = confirm_plans(
+        read_pair("tiny"), tmp_path / "tiny.json", plans, 2, tmp_path / "tiny.confirm.json"
+    )
+    known = [item for item in confirmed.items if item.group == profile.items[0].group]
+    assert len(confirmed.items) == 2 and len(known) == num_known
+    assert (f"{num_known} items ask about a text" in caplog.text) == (num_known > 0)
+
+
+@pytest.mark.parametrize("name", ["tiny.confirm.json", "tiny.refined.confirm.json"])
+def test_a_confirmation_cannot_be_confirmed(
+    finished: tuple[Profile, Path], tmp_path: Path, name: str
+) -> None:
+    """The items that chose its plans are not those it holds."""
+    file = tmp_path / name
+    file.write_bytes(finished[1].read_bytes())
+    pair, plans = read_pair("tiny"), [ReusePlan.of(1, 3, "stitch")]
+    says = rf"itself, {tmp_path}/tiny\.json"
+    with pytest.raises(ProfileError, match=says):
+        confirm_plans(pair, file, plans, 1, tmp_path / "new.json")
+    with pytest.raises(ProfileError, match=says):
+        refine_plans(pair, file, plans, 1, tmp_path / "new.json", 1, 1)
 
 
 def test_a_map_that_was_not_measured_is_refused(

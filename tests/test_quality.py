@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from math import comb
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from droidkv.quality import (
     bootstrap_interval,
     resample_weights,
     score_loss,
-    unseen_share,
+    share_bound,
 )
 
 scores = st.lists(st.floats(0, 1), min_size=1, max_size=20)
@@ -133,7 +135,22 @@ def test_a_loss_below_the_floor_is_zero() -> None:
     assert above_floor(1e-6, floor=1e-6) == 1e-6
 
 
-def test_unseen_share_is_what_would_go_unseen_one_time_in_twenty() -> None:
+def test_a_group_is_drawn_as_a_whole() -> None:
+    weights = resample_weights(["a", "b", "b"], num_resamples=4000, seed=1)
+    assert weights.sum(axis=1) == pytest.approx(1)
+    assert (weights[:, 1] == weights[:, 2]).all()
+    assert set(weights[:, 0].tolist()) == {0, 1 / 3, 1}
+    apart = resample_weights(["a", "b", "c"], num_resamples=4000, seed=1)
+    assert (apart == resample_weights(3, num_resamples=4000, seed=1)).all()
+
+
+def test_a_share_at_the_bound_shows_so_few_losses_one_time_in_twenty() -> None:
     for n in (1, 8, 59, 300):
-        assert (1 - unseen_share(n)) ** n == pytest.approx(0.05)
-    assert unseen_share(300) == pytest.approx(3 / 300, rel=0.01)
+        assert (1 - share_bound(0, n)) ** n == pytest.approx(0.05)
+    assert share_bound(0, 300) == pytest.approx(3 / 300, rel=0.01)
+    for lost, n in ((1, 40), (5, 60), (30, 200), (199, 200)):
+        share = share_bound(lost, n)
+        so_few = sum(comb(n, k) * share**k * (1 - share) ** (n - k) for k in range(lost + 1))
+        assert so_few == pytest.approx(0.05)
+    assert share_bound(3, 3) == 1
+    assert share_bound(500, 5000) == pytest.approx(0.1073, abs=1e-4)

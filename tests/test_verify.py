@@ -165,13 +165,14 @@ def test_a_sweep_that_disagrees_is_found(
     assert not oracles(pair).sweep().passed
 
 
+@pytest.mark.parametrize("figure", ["kl", "nll"])
 def test_one_sweep_that_is_no_number_is_found(
-    pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch, figure: str
 ) -> None:
     def loses_one(*args: Any) -> Any:
         results = sweep(*args)
         last = list(results)[-1]
-        return {**results, last: dataclasses.replace(results[last], kl=float("nan"))}
+        return {**results, last: dataclasses.replace(results[last], **{figure: float("nan")})}
 
     monkeypatch.setattr("droidkv.oracles.sweep", loses_one)
     assert not oracles(pair).sweep().passed

@@ -68,7 +68,7 @@ def item_loss(drift: Drift, loss: Loss) -> float:
     """
     match loss:
         case "kl":
-            return max(0.0, drift.kl)
+            return max(drift.kl, 0.0)  # in this order NaN stays NaN
         case "disagreement":
             return 0.0 if drift.agrees else 1.0
         case "top1_error":
@@ -117,6 +117,11 @@ class SearchSpace:
     @property
     def full(self) -> ReusePlan:
         return ReusePlan.of(0, self.num_layers)
+
+    @property
+    def baselines(self) -> tuple[ReusePlan, ReusePlan]:
+        """Full reuse and full prefill, which all other plans are held against."""
+        return self.empty, self.full
 
     @property
     def ranges(self) -> dict[str, tuple[int, int]]:

@@ -108,7 +108,10 @@ class HistoryReader:
         history[plan] = PlanHistory(
             results=results,
             is_complete=len(results) == self._num_items,
-            lost_to=trial.user_attrs.get(_LOST_TO, seen.lost_to),
+            # Baselines do not race, as they did in studies of earlier versions.
+            lost_to=None
+            if plan in self._space.baselines
+            else trial.user_attrs.get(_LOST_TO, seen.lost_to),
             running=[*seen.running, trial.number] if is_running else seen.running,
             is_waiting=seen.is_waiting or trial.state == TrialState.WAITING,
         )

@@ -44,6 +44,13 @@ def open_study(storage: Path | BaseStorage | None, sampler: BaseSampler) -> optu
     )
 
 
+def fail_stale(study: optuna.Study) -> None:
+    """Let others take up the trials of workers that died; Optuna does so before each trial."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        optuna.storages.fail_stale_trials(study)
+
+
 def require_definition(study: optuna.Study, definition: Mapping[str, Any]) -> None:
     """Write down what a new study is over; refuse an old one that is over something else.
 

@@ -7,7 +7,7 @@ whose budget was raised, goes on where it stood.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from optuna.trial import TrialState
 
 from droidkv.errors import PlanError, unknown_name
 from droidkv.plan import ReusePlan
-from droidkv.records import PlanRecord
+from droidkv.records import PlanRecord, require_numbers
 from droidkv.search.base import LOSSES, Drift, Evaluate, Loss, PlanCost, SearchSpace, one_evaluation
 from droidkv.search.history import (
     HistoryReader,
@@ -30,12 +30,13 @@ from droidkv.search.history import (
 )
 from droidkv.search.racing import RacingRule, SureRace
 from droidkv.search.samplers import SAMPLERS, make_sampler
-from droidkv.search.storage import open_study, require_definition
+from droidkv.search.storage import fail_stale, open_study, require_definition
 
 # Between the seeds of two workers, so that those of neighbouring searches do not meet.
 _SEED_STEP = 7919
 # A sampler that proposes known plans this often in a row is given an unknown one instead.
 _MAX_REPEATS = 5
+_WAIT_SECONDS = 1
 
 History = Mapping[ReusePlan, PlanHistory]
 OnProgress = Callable[[str, int, int], None]
@@ -101,7 +102,8 @@ class SearchResult:
     """What a search found and what it used.
 
     Attributes:
-        found: Plans evaluated on every item, full reuse and full prefill among them.
+        found: Plans evaluated on every item, in the order of the space; after `run`, full reuse and
+            full prefill among them.
         lost: Plans stopped in the race -> how many items they were evaluated on.
         num_evaluations: Pairs of plan and item evaluated.
         used: The same in the unit of the budget.
@@ -175,27 +177,36 @@ class BudgetedSearch:
         self._reader = HistoryReader(space, num_items)
         self._order: list[int] | None = None
         self._repeats = 0
-        self._enqueue_missing([space.empty, space.full, *first_plans])
+        self._enqueue_missing([*space.baselines, *first_plans])
 
     def run(self, budget: float, on_progress: OnProgress | None = None) -> SearchResult:
         """Search until the study has used up `budget` in all, or every plan is settled.
 
-        A plan that was begun is finished, so each process may go over by one plan.
+        A plan that was begun is finished, so each process may go over by one plan. Full reuse and
+        full prefill are evaluated whatever the budget; one that another worker is at is waited for.
 
         Args:
             budget: In the unit of `plan_cost`; by default, pairs of plan and item.
             on_progress: Called with ("search", used, budget) after each trial.
+
+        Raises:
+            ProfileError: A result is no number.
         """
         while True:
             history = self._history()
             used = self._used(history)
             if on_progress is not None:
                 on_progress("search", min(round(used), round(budget)), round(budget))
-            if used >= budget or self._is_exhausted(history):
+            missing = {p: history[p] for p in self.space.baselines if not history[p].is_complete}
+            if used < budget and not self._is_exhausted(history):
+                self._retry_failed(history)
+                self._unstick(history)
+                self.study.optimize(self._try_plan, n_trials=1)
+            elif missing:
+                self._retry_failed(missing)
+                self._complete(missing)
+            else:
                 return self.result()
-            self._retry_failed(history)
-            self._unstick(history)
-            self.study.optimize(self._try_plan, n_trials=1)
 
     def result(self) -> SearchResult:
         """What the study holds by now, whoever put it there."""
@@ -203,9 +214,9 @@ class BudgetedSearch:
         items = range(self.num_items)
         return SearchResult(
             found=tuple(
-                FoundPlan(plan, tuple(seen.results[item] for item in items))
-                for plan, seen in history.items()
-                if seen.is_complete
+                FoundPlan(plan, tuple(history[plan].results[item] for item in items))
+                for plan in self.space.plans
+                if plan in history and history[plan].is_complete
             ),
             lost={
                 plan: len(seen.results)
@@ -217,8 +228,21 @@ class BudgetedSearch:
             num_trials=len(self.study.get_trials(deepcopy=False)),
         )
 
-    def _try_plan(self, trial: optuna.Trial) -> tuple[float, float]:
+    def _complete(self, missing: History) -> None:
+        """Bring a queued baseline nearer to its results, and evaluate nothing else."""
+        if all(seen.running for seen in missing.values()):
+            time.sleep(_WAIT_SECONDS)
+            fail_stale(self.study)
+        else:
+            self.study.optimize(lambda trial: self._try_plan(trial, missing), n_trials=1)
+
+    def _try_plan(
+        self, trial: optuna.Trial, only: Collection[ReusePlan] | None = None
+    ) -> tuple[float, float]:
+        """Evaluate the plan that is next, unless it is none of `only`; it can be tried again."""
         plan = self._suggest(trial)
+        if only is not None and plan not in only:
+            raise optuna.TrialPruned
         trials = self.study.get_trials(deepcopy=False)
         history = self._reader.read(trials)
         seen = history[plan]
@@ -243,7 +267,9 @@ class BudgetedSearch:
                 raise optuna.TrialPruned
             if choosing and self._is_taken(plan, choosing):
                 raise optuna.TrialPruned
-            seen.results[item] = write_result(trial, item, self.evaluate(plan, item))
+            drift = self.evaluate(plan, item)
+            require_numbers(f"the plan {plan}", str(item), drift.kl, drift.nll)
+            seen.results[item] = write_result(trial, item, drift)
         return self._values(plan, seen)
 
     def _is_taken(self, plan: ReusePlan, numbers: Sequence[int]) -> bool:
@@ -267,7 +293,12 @@ class BudgetedSearch:
         return self.settings.racing.has_lost(losses, rival_losses, self.num_items)
 
     def _rival(self, plan: ReusePlan, history: History) -> ReusePlan | None:
-        """The complete plan of least loss among those that recompute no more layers."""
+        """The complete plan of least loss among those that recompute no more layers.
+
+        Full reuse and full prefill do not race: all others are held against them.
+        """
+        if plan in self.space.baselines:
+            return None
         rivals = [
             other
             for other, seen in history.items()
@@ -313,7 +344,7 @@ class BudgetedSearch:
             self._repeats = 0
             self.study.enqueue_trial(self.space.params_of(unseen[rng.integers(len(unseen))]))
         elif any(seen.running for seen in history.values()):
-            time.sleep(1)  # the last plans are in other workers' hands
+            time.sleep(_WAIT_SECONDS)  # the last plans are in other workers' hands
 
     def _enqueue_missing(self, plans: Sequence[ReusePlan]) -> None:
         history = self._history()

@@ -14,9 +14,12 @@ import pytest
 import torch
 from command_line import SMALL, error_of, run, run_json
 
+from droidkv.cli.search_run import SearchRun
+from droidkv.pair import TaskRef, read_pair
 from droidkv.profile import read_profile
-from droidkv.profile_job import load_map
+from droidkv.profile_job import ProfileSettings, load_map
 from droidkv.refine import refine_stitch
+from droidkv.search import SearchSettings
 
 TRAINING = ("--calibration-items", "2", "--steps", "1")
 MANY = ("--task-option", "num_records=2", "--items", "24", "--operator", "copy")
@@ -203,6 +206,25 @@ def test_search_stores_a_profile_within_its_budget(tmp_path: Path) -> None:
     assert {"[0,0)", "[0,4)"} <= {str(m.plan) for m in profile.measurements}
     more = run_json(*arguments, "--budget", 20)
     assert 20 <= more["num_evaluations"] <= 22, "a larger budget goes on, it does not start anew"
+
+
+def test_a_search_in_steps_of_two_layers(tmp_path: Path) -> None:
+    value = run_json("search", "tiny", *SMALL, "--granularity", 2, "-o", tmp_path / "s.json")
+    assert value["num_evaluations"] > 0
+
+
+def test_each_worker_of_a_search_ends_well(tmp_path: Path) -> None:
+    """The first to end takes the run folder away."""
+    settings = ProfileSettings(
+        TaskRef("records", {"num_records": 2}), num_items=2, calibration_items=2, rank=4
+    )
+    output = tmp_path / "s.json"
+    workers = [SearchRun(read_pair("tiny"), settings, output, lambda *_: None) for _ in range(2)]
+    written = [worker.write(worker.search(6, SearchSettings()), "") for worker in workers]
+    assert written[0].measurements == written[1].measurements
+    assert written[1].stitch is not None
+    assert load_map(output, read_profile(output)).sha256 == written[1].stitch.sha256
+    assert not output.with_suffix(".run").exists()
 
 
 def test_search_finds_the_numbers_of_the_sweep(profiled: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
@@ -54,6 +55,7 @@ def test_losses_are_never_negative_and_smaller_is_better() -> None:
     bad = ItemDrift(kl=0.5, nll=0.1, top1=0.25, agrees=False)
     assert [item_loss(good, loss) for loss in LOSSES] == [0.0, 0.0, 0.0]
     assert [item_loss(bad, loss) for loss in LOSSES] == [0.5, 1.0, 0.75]
+    assert math.isnan(item_loss(ItemDrift(math.nan, 0.1, 0.25, False), "kl"))
     with pytest.raises(PlanError, match="Did you mean 'kl'"):
         item_loss(good, "kll")  # type: ignore[arg-type]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import optuna
 import pytest
 from made_tables import made_table, search_worker
+from optuna.trial import TrialState
 
 import droidkv.search.storage
 from droidkv.errors import PlanError, ProfileError, StorageError
@@ -114,6 +115,31 @@ def test_a_killed_workers_plan_is_taken_up_after_the_grace_period(
     assert len(table.calls) == result.num_evaluations - done, "what was evaluated is not lost"
 
 
+def test_the_baselines_are_found_whatever_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where another worker holds one, and other plans are queued before it."""
+    table = made_table(NUM_LAYERS)
+    first = [ReusePlan.of(1, 3), ReusePlan.of(2, 5)]
+    budgeted = BudgetedSearch(SPACE, table, 6, UNRACED, first_plans=first)
+    held = budgeted.study.ask()
+
+    def dies(_: float) -> None:
+        budgeted.study.tell(held, state=TrialState.FAIL)
+
+    monkeypatch.setattr("droidkv.search.study.time.sleep", dies)
+    result = budgeted.run(1)
+    assert found(result).keys() == {*SPACE.baselines}
+    assert result.num_evaluations == len(table.calls) == 12
+    assert {*first} < found(budgeted.run(200)).keys(), "the others are still to come"
+
+
+def test_no_baseline_is_lost_in_the_race() -> None:
+    """As where the sender is the receiver, and nothing is lost at all."""
+    lossless = (ItemDrift(0.0, 0.1, 1.0, True),) * 2
+    table = DriftTable(dict.fromkeys(SPACE.plans, lossless))
+    result = BudgetedSearch(SPACE, table, 2, SearchSettings()).run(10)
+    assert found(result).keys() == {*SPACE.baselines}
+
+
 def test_a_search_over_something_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "study.db"
     table = made_table(NUM_LAYERS)
@@ -178,6 +204,14 @@ def test_a_found_plan_as_a_profile_stores_it() -> None:
         assert record.kl == tuple(drift.kl for drift in table.rows[each.plan])
         for score, drift, full in zip(record.score, each.drifts, full_scores, strict=True):
             assert score == (full if drift.agrees else None)
+
+
+def test_results_that_are_no_numbers_are_refused() -> None:
+    broken = ItemDrift(float("nan"), 1.0, 0.0, False)
+    budgeted = BudgetedSearch(SPACE, lambda plan, item: broken, 6, UNRACED)
+    with pytest.raises(ProfileError, match=r"the plan \[0,0\) on the item 0, got KL nan"):
+        budgeted.run(6)
+    assert budgeted.result().num_evaluations == 0
 
 
 def test_no_items_are_refused() -> None:
