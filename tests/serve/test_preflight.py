@@ -11,7 +11,7 @@ from serve.servers import free_port
 from droidkv.check import Check
 from droidkv.loading import load_model
 from droidkv.pair import ModelRef
-from droidkv.profile import write_profile
+from droidkv.profile import read_profile, write_profile
 from droidkv.servable import servable_folder
 from droidkv.serve.preflight import check_blocks, check_flags, check_store, preflight
 from droidkv.serve.settings import ServeSettings
@@ -56,7 +56,12 @@ def test_a_pair_that_was_profiled_is_fit(profile: str, tmp_path: Path) -> None:
 
 
 def test_a_loss_that_has_no_default_limit_has_to_be_limited(profile: str) -> None:
-    # The tiny pair's items have no score, so losses are in nats: 5 of them would let all pass.
+    # The receiver scores nothing, so losses are in nats: 5 of them would let all pass.
+    made = read_profile(profile)
+    write_profile(
+        Path(profile),
+        replace(made, items=tuple(replace(item, full_score=0.0) for item in made.items)),
+    )
     found = checks(ServeSettings("receiver", "memory://x", profiles=(profile,)), RECEIVER)
     assert found["receiver"].status == "fail"
     assert "measured in kl" in found["receiver"].found and "--max-loss" in found["receiver"].found
