@@ -157,6 +157,8 @@ class Choice:
             )
         if self.claim_holds:
             return lines
+        if n == 1:
+            return [*lines, "not certain: one item says nothing of others; measure more items"]
         if self.lost_items is not None and interval_allows(self.chosen, self.max_loss):
             num_lost, num_right = self.lost_items
             seen = f"{num_lost} of {num_right} items lost" if num_lost else "no loss seen"

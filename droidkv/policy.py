@@ -101,6 +101,8 @@ def pick(
     is_exact = chosen == full and profile.reference is None
     lost = _lost_items(profile, chosen) if objective == "score" and not is_exact else None
     bound = 0.0 if lost is None else 100 * share_bound(*lost)
+    # Resampling a single item gives it alone, and an interval of no width.
+    is_sure = profile.num_items > 1 and interval_allows(chosen, max_loss) and bound <= max_loss
     choice = Choice(
         chosen=chosen,
         full=full,
@@ -109,7 +111,7 @@ def pick(
         slo_ttft_seconds=slo_ttft_seconds,
         workload=workload,
         bound_by=bound_by,
-        claim_holds=is_exact or (interval_allows(chosen, max_loss) and bound <= max_loss),
+        claim_holds=is_exact or is_sure,
         lost_items=lost,
         good_reuse=good_reuse,
         fast_reuse=fast_reuse,

@@ -272,6 +272,20 @@ def test_limits_without_a_machine_or_sense_are_refused() -> None:
         pick(hopeless)
 
 
+def test_one_item_allows_no_claim() -> None:
+    one = profile(
+        [
+            record(ReusePlan.of(0, 0), [1.0], kl=0.1),
+            record(ReusePlan.of(0, 4), [1.0]),
+        ],
+        items=(item(0),),
+        stitch=None,
+    )
+    choice = pick(one, max_loss=0.2, objective="kl")
+    assert (choice.reuses, choice.claim_holds) == (True, False)
+    assert any("one item says nothing" in line for line in choice.message)
+
+
 def test_a_choice_survives_json() -> None:
     table = json.loads(json.dumps(on_machine(slo_ttft_seconds=1.0).to_json()))
     assert table["plan"] == "[0,4)"
