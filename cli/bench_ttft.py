@@ -55,7 +55,7 @@ from .table import table
     type=output_folder,
     default=Path("build/bench-ttft"),
     show_default=True,
-    help="Folder for logs, audit file and store.",
+    help="Folder for logs, audit file and store; audit.jsonl and store/ in it are removed first.",
 )
 @click.option(
     "--from",
