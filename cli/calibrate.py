@@ -16,6 +16,7 @@ from .table import table
 if TYPE_CHECKING:
     from droidkv.profile import Profile
     from droidkv.ttft import Calibration
+from .units import SECONDS
 
 
 @click.command(
@@ -38,8 +39,16 @@ if TYPE_CHECKING:
     type=click.IntRange(64),
     help="Longest prefix timed. Default: what --seconds allows.",
 )
-@click.option("--rounds", default=5, show_default=True, help="Timed rounds; medians count.")
-@click.option("--seconds", default=75.0, show_default=True, help="What it may take, about.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Timed rounds; medians count.",
+)
+@click.option(
+    "--seconds", type=SECONDS, default=75.0, show_default=True, help="What it may take, about."
+)
 @click.option(
     "-o", "--output", type=output_file, help="Default: where the other commands look for it."
 )
