@@ -105,10 +105,8 @@ def search(
     first_plans = [] if probe_file is None else _suggested(probe_file, operators)
     target = output or FOLDER / f"{output_stem(pair, task)}.search.json"
 
-    console.resume_hint = (
-        f"nothing is lost: the study is kept in {target.with_suffix('.study.db')}; the same "
-        f"command goes on"
-    )
+    study = target.with_suffix(".study.db")
+    console.keeps(study, f"nothing is lost: the study is kept in {study}; the same command goes on")
 
     from droidkv.profile_job import ProfileSettings
     from droidkv.search import SearchSettings

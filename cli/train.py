@@ -199,8 +199,10 @@ def train_by_recipe(console: Console, pair: Pair, output: Path | None, options: 
     target = output or output_of(pair)
     require_new(target)  # before a model is loaded and timed
     is_new = pair.path is not None and not pair.path.exists()
-    console.resume_hint = (
-        f"checkpoints go to {target}.training; the same command goes on from the last one"
+    checkpoints = target.with_name(f"{target.name}.training")
+    console.keeps(
+        checkpoints,
+        f"checkpoints go to {checkpoints}; the same command goes on from the last one",
     )
     base = load_base(pair, options.pop("device"))
     settings = TrainSettings(chat=pair.chat, command=command_line(), **options)

@@ -145,6 +145,18 @@ def test_an_interrupted_command_goes_on_where_it_was(
     assert Path("out.json").is_file() and not Path("out.run").exists()
 
 
+@pytest.mark.parametrize("command", ["profile", "search"])
+def test_interrupted_before_the_first_step_there_is_nothing_to_go_on_from(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("droidkv.loading.load_model", interrupted)
+    told = run(command, "tiny", *SMALL, "-o", "out.json", code=130).stderr
+    assert "no unfinished work is kept" in told and "out." not in told.partition("interrupted")[2]
+
+
 def test_interrupting_a_refinement_keeps_the_plans_that_were_trained(
     profiled: Path, tmp_path: Path
 ) -> None:
