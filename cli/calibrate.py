@@ -9,7 +9,8 @@ import click
 
 from .console import Console
 from .framework import Command
-from .options import command_line, output_file, run_options
+from .options import command_line, output_file, overwrite_option, run_options
+from .places import check_output
 from .progress import duration
 from .table import table
 
@@ -59,6 +60,7 @@ def calibrate(
     dtype: str,
     device: str,
     max_prefix_tokens: int | None,
+@overwrite_option
     rounds: int,
     seconds: float,
     output: Path | None,
@@ -69,25 +71,30 @@ def calibrate(
     requests that were not used for the fit.
     """
     from droidkv.pair import read_pair
+    overwrite: bool,
 
     pair = read_pair(pair_name)
 
     from droidkv.calibrate import measure_calibration
-    from droidkv.calibration_file import write_calibration
+    from droidkv.calibration_file import calibration_path, write_calibration
     from droidkv.loading import load_model
 
     model = load_model(pair.sender, dtype, device)
     if max_prefix_tokens is None:
+    if output is not None:
+        check_output(output, overwrite, pair.path)
         console.note(f"about {duration(seconds)}, on an idle machine")
     measured = measure_calibration(
         model.model,
         max_prefix_tokens,
         rounds,
         seconds,
+    target = output or calibration_path(model.model.shape.digest, str(model.model.device), dtype)
+    check_output(target, overwrite, pair.path)
         command=command_line(),
         on_progress=console.progress,
     )
-    path = write_calibration(measured, output)
+    path = write_calibration(measured, target)
     rows = [
         (
             each.plan,

@@ -11,6 +11,7 @@ import click
 from .console import Console
 from .framework import Group
 from .options import combined, command_line, output_folder, pair_argument
+from .places import require_writable
 from .progress import duration
 
 if TYPE_CHECKING:
@@ -198,6 +199,7 @@ def train_by_recipe(console: Console, pair: Pair, output: Path | None, options: 
 
     target = output or output_of(pair)
     require_new(target)  # before a model is loaded and timed
+    require_writable(target)
     is_new = pair.path is not None and not pair.path.exists()
     checkpoints = target.with_name(f"{target.name}.training")
     console.keeps(

@@ -213,7 +213,7 @@ def test_search_stores_a_profile_within_its_budget(tmp_path: Path) -> None:
     assert value["num_evaluations_exact"] == 34
     profile = read_profile(tmp_path / "s.json")
     assert {"[0,0)", "[0,4)"} <= {str(m.plan) for m in profile.measurements}
-    more = run_json(*arguments, "--budget", 20)
+    more = run_json(*arguments, "--budget", 20, "--overwrite")
     assert 20 <= more["num_evaluations"] <= 22, "a larger budget goes on, it does not start anew"
 
 
