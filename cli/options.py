@@ -18,10 +18,9 @@ from .places import require_writable
 from .units import BANDWIDTH
 
 if TYPE_CHECKING:
-    from droidkv.objectives import Objective, Workload
+    from droidkv.objectives import Objective
     from droidkv.pair import Pair, TaskRef
     from droidkv.profile import Profile
-    from droidkv.ttft import Calibration
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -34,8 +33,8 @@ class OutputPath(click.Path):
     """
 
     def __init__(self, suffix: str = "") -> None:
-        self._suffix = suffix
         super().__init__(dir_okay=False, path_type=Path)
+        self._suffix = suffix
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Refuse a path that cannot be written, or that nobody would take for what it is."""
@@ -50,6 +49,7 @@ class OutputPath(click.Path):
         return path
 
 
+_NUM_TOKENS = click.IntRange(1, 2**31 - 1)
 pair_argument = click.argument("pair_name", metavar="PAIR")
 profile_argument = click.argument("profile_name", metavar="PROFILE")
 output_file = OutputPath()
@@ -87,8 +87,8 @@ run_options = combined(
 )
 
 workload_options = combined(
-    click.option("--prefix-tokens", type=click.IntRange(1), help="Default: as the items are."),
-    click.option("--suffix-tokens", type=click.IntRange(1), help="Default: as the items are."),
+    click.option("--prefix-tokens", type=_NUM_TOKENS, help="Default: as the items are."),
+    click.option("--suffix-tokens", type=_NUM_TOKENS, help="Default: as the items are."),
     click.option(
         "--bandwidth",
         type=BANDWIDTH,
@@ -185,24 +185,4 @@ def choose_objective(profile: Profile, name: str | None) -> Objective:
         return default_objective(profile)
     raise click.BadParameter(
         unknown_name("objective", name, OBJECTIVES), param_hint="'--objective'"
-    )
-
-
-def workload_of(
-    profile: Profile,
-    prefix_tokens: int | None,
-    suffix_tokens: int | None,
-    bandwidth: float | None,
-    calibration: Calibration | None,
-) -> Workload:
-    """The request whose cost is asked for; what is not given is as the profile's items are."""
-    import dataclasses
-
-    from droidkv.objectives import Workload
-
-    mean = Workload.of_items(profile, calibration, bandwidth)
-    return dataclasses.replace(
-        mean,
-        prefix_tokens=prefix_tokens or mean.prefix_tokens,
-        suffix_tokens=suffix_tokens or mean.suffix_tokens,
     )
