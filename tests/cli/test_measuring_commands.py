@@ -36,10 +36,11 @@ def test_probes_of_other_layers_are_not_compared_with(tmp_path: Path) -> None:
 def test_long_work_says_before_how_long_it_takes_and_then_how_far_it_is(
     profiled: Path, tmp_path: Path
 ) -> None:
-    output = ("-o", tmp_path / "x.json")
+    confirmed, probed = (("-o", tmp_path / name) for name in ("c.json", "p.json"))
+    confirm = ("confirm", profiled, "--items", 1, "--plan", "none", *confirmed)
     for arguments, estimate, last in (
-        (("confirm", profiled, "--items", 1, "--plan", "none", *output), "the sweep", "sweep 1/1"),
-        (("probe", "tiny", *RECORDS, "--items", 1, *output), "probing", "probe 1/1"),
+        (confirm, "the sweep", "sweep 1/1"),
+        (("probe", "tiny", *RECORDS, "--items", 1, *probed), "probing", "probe 1/1"),
         (("verify", "tiny", *RECORDS, "--items", 1), "verifying", "verify 9/9"),
     ):
         told = run(*arguments).stderr
