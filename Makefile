@@ -40,9 +40,9 @@ model: $(INSTALLED)
 # the plans; the pick goes by the fresh ones that confirm the best.
 quickstart: model install-serve
 	@mkdir -p $(QUICK)
-	$(DROIDKV) profile smollm2-records --items 12 --granularity 2 --output $(QUICK_PROFILE)
+	$(DROIDKV) profile smollm2-records --items 12 --granularity 2 --output $(QUICK_PROFILE) --overwrite
 	@echo
-	$(DROIDKV) confirm $(QUICK_PROFILE) --items 40 --max-loss 5
+	$(DROIDKV) confirm $(QUICK_PROFILE) --items 40 --max-loss 5 --overwrite
 	@echo
 	$(DROIDKV) frontier plot $(QUICK_PROFILE)
 	@echo

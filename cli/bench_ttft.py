@@ -10,7 +10,8 @@ import click
 
 from .console import Console
 from .framework import Command
-from .options import command_line, output_file, output_folder
+from .options import command_line, output_folder, picture_file
+from .places import check_output
 from .table import table
 
 
@@ -55,7 +56,7 @@ from .table import table
     type=output_folder,
     default=Path("build/bench-ttft"),
     show_default=True,
-    help="Folder for logs, audit file and store.",
+    help="Folder for logs, audit file and store; audit.jsonl and store/ in it are removed first.",
 )
 @click.option(
     "--from",
@@ -63,7 +64,7 @@ from .table import table
     type=click.Path(dir_okay=False, exists=True, path_type=Path),
     help="Show an earlier result instead of measuring.",
 )
-@click.option("--plot", type=output_file, help="Draw the sweep over links; needs matplotlib.")
+@click.option("--plot", type=picture_file, help="Draw the sweep over links; needs matplotlib.")
 @click.pass_obj
 def ttft(
     console: Console,
@@ -87,6 +88,8 @@ def ttft(
     Four engines take turns: receiver and sender, each with the connector and without. Needs vLLM
     and LMCache (`make install-serve`).
     """
+    if plot is not None:
+        check_output(plot, True, source)
     if source is None:
         from droidkv.pair import read_pair
         from droidkv.serve.preflight import require_engine

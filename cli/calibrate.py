@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from droidkv.errors import CalibrationError
+
 from .console import Console
 from .framework import Command
-from .options import command_line, output_file, run_options
+from .options import command_line, output_file, overwrite_option, run_options
+from .places import check_output
 from .progress import duration
 from .table import table
+from .units import SECONDS
 
 if TYPE_CHECKING:
+    from droidkv.calibration_file import MeasuredCalibration
+    from droidkv.objectives import Workload
     from droidkv.profile import Profile
-    from droidkv.ttft import Calibration
+
+# So many times longer than what losses were measured on, a prefix may lose otherwise.
+MUCH_LONGER = 4
 
 
 @click.command(
@@ -38,11 +47,20 @@ if TYPE_CHECKING:
     type=click.IntRange(64),
     help="Longest prefix timed. Default: what --seconds allows.",
 )
-@click.option("--rounds", default=5, show_default=True, help="Timed rounds; medians count.")
-@click.option("--seconds", default=75.0, show_default=True, help="What it may take, about.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Timed rounds; medians count.",
+)
+@click.option(
+    "--seconds", type=SECONDS, default=75.0, show_default=True, help="What it may take, about."
+)
 @click.option(
     "-o", "--output", type=output_file, help="Default: where the other commands look for it."
 )
+@overwrite_option
 @click.pass_obj
 def calibrate(
     console: Console,
@@ -53,6 +71,7 @@ def calibrate(
     rounds: int,
     seconds: float,
     output: Path | None,
+    overwrite: bool,
 ) -> None:
     """Time this machine, so that seconds can be predicted.
 
@@ -62,12 +81,16 @@ def calibrate(
     from droidkv.pair import read_pair
 
     pair = read_pair(pair_name)
+    if output is not None:
+        check_output(output, overwrite, pair.path)
 
     from droidkv.calibrate import measure_calibration
-    from droidkv.calibration_file import write_calibration
+    from droidkv.calibration_file import calibration_path, write_calibration
     from droidkv.loading import load_model
 
     model = load_model(pair.sender, dtype, device)
+    target = output or calibration_path(model.model.shape.digest, str(model.model.device), dtype)
+    check_output(target, overwrite, pair.path)
     if max_prefix_tokens is None:
         console.note(f"about {duration(seconds)}, on an idle machine")
     measured = measure_calibration(
@@ -78,7 +101,7 @@ def calibrate(
         command=command_line(),
         on_progress=console.progress,
     )
-    path = write_calibration(measured, output)
+    path = write_calibration(measured, target)
     rows = [
         (
             each.plan,
@@ -97,16 +120,63 @@ def calibrate(
     console.result({"file": str(path), **measured.to_json()}, lines)
 
 
-def calibration_for(profile: Profile, file: Path | None) -> Calibration | None:
-    """The calibration of a file, or else this machine's for the profile's models, if any.
+def workload_of(
+    console: Console,
+    profile: Profile,
+    prefix_tokens: int | None,
+    suffix_tokens: int | None,
+    bandwidth: float | None,
+    calibration_file: Path | None,
+) -> tuple[Workload, list[str]]:
+    """The request whose cost is asked for, and where what is said of it was not measured.
+
+    Args:
+        console: Is told the latter too.
+        profile: What is not given is as its items are.
+        prefix_tokens: Tokens both models share.
+        suffix_tokens: Tokens only the receiver sees.
+        bandwidth: Of the link, in bytes per second.
+        calibration_file: A calibration; None = this machine's for the profile's models, if any.
 
     Raises:
-        CalibrationError: The file is missing or damaged.
+        CalibrationError: The file is missing or damaged, or there is a bandwidth without one.
     """
+    from droidkv.objectives import Workload
+
+    measured = _calibration_for(profile, calibration_file)
+    if measured is None and bandwidth is not None:
+        raise CalibrationError(
+            "expected a calibration, since a bandwidth needs predicted seconds; run `droidkv "
+            "calibrate` first"
+        )
+    calibration = None if measured is None else measured.calibration
+    mean = Workload.of_items(profile, calibration, bandwidth)
+    workload = dataclasses.replace(
+        mean,
+        prefix_tokens=prefix_tokens or mean.prefix_tokens,
+        suffix_tokens=suffix_tokens or mean.suffix_tokens,
+    )
+    asked, longest = workload.prefix_tokens, max(item.prefix_tokens for item in profile.items)
+    notes = []
+    if measured is not None and asked > measured.max_prefix_tokens:
+        notes.append(
+            f"seconds are extrapolated: prefixes of up to {measured.max_prefix_tokens} tokens were "
+            f"timed, not of {asked}"
+        )
+    if asked > MUCH_LONGER * longest:
+        notes.append(
+            f"losses were measured on prefixes of up to {longest} tokens and may be others on "
+            f"{asked}"
+        )
+    for note in notes:
+        console.note(note)
+    return workload, notes
+
+
+def _calibration_for(profile: Profile, file: Path | None) -> MeasuredCalibration | None:
     from droidkv.calibration_file import find_calibration, read_calibration
 
     if file is not None:
-        return read_calibration(file).calibration
+        return read_calibration(file)
     made = profile.provenance
-    found = find_calibration(profile.shape, made.device, made.dtype)
-    return None if found is None else found.calibration
+    return find_calibration(profile.shape, made.device, made.dtype)

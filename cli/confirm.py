@@ -12,11 +12,12 @@ from .frontier_table import summary
 from .options import (
     choose_objective,
     command_line,
+    overwrite_option,
     profile_argument,
     profile_file,
     profiled_pair_option,
 )
-from .places import pair_of, read_named_profile
+from .places import check_output, files_of, pair_of, read_named_profile
 
 
 @click.command(
@@ -48,6 +49,7 @@ from .places import pair_of, read_named_profile
     type=profile_file,
     help="The new profile. Default: NAME.confirm.json beside the profile.",
 )
+@overwrite_option
 @click.pass_obj
 def confirm(
     console: Console,
@@ -57,6 +59,7 @@ def confirm(
     items: int,
     pair_name: str | None,
     output: Path | None,
+    overwrite: bool,
 ) -> None:
     """Measure a profile's best plans again, on items it has not seen.
 
@@ -76,6 +79,7 @@ def confirm(
         plans = plans_to_confirm(profile, choose_objective(profile, None), max_loss)
     pair = pair_of(profile, pair_name)
     target = output or confirmation_path(path)
+    check_output(target, overwrite, path, *files_of(pair, profile.task))
 
     console.keeps_run_of(target)
 

@@ -20,21 +20,30 @@ class Console:
     Attributes:
         json: The result is one JSON document.
         quiet: No notes and no progress.
-        resume_hint: What to say after Ctrl-C or on a full disk: what is kept, and how to go on.
     """
 
     def __init__(self) -> None:
         self.json = False
         self.quiet = False
-        self.resume_hint = ""
+        self._kept: tuple[Path, str] | None = None
         self._progress: Progress | None = None
+
+    def keeps(self, place: Path, hint: str) -> None:
+        """From here on, what is finished lies in a place, once it is there; says how to go on."""
+        self._kept = place, hint
 
     def keeps_run_of(self, target: Path) -> None:
         """From here on, finished steps lie in the run folder of this output."""
-        self.resume_hint = (
-            f"nothing is lost: what was finished is kept in {target.with_suffix('.run')}; the same "
-            f"command goes on from there"
-        )
+        folder = target.with_suffix(".run")
+        hint = f"nothing is lost: what was finished is kept in {folder}; the same command goes on"
+        self.keeps(folder, f"{hint} from there")
+
+    @property
+    def resume_hint(self) -> str:
+        """What to say after Ctrl-C or on a full disk; empty where nothing unfinished is kept."""
+        if self._kept is None or not self._kept[0].exists():
+            return ""
+        return self._kept[1]
 
     def result(self, value: Mapping[str, Any], lines: Iterable[str]) -> None:
         """Print the command's result, as JSON or for people. Once per run."""

@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -84,8 +85,11 @@ class Root(Group):
                 code = _report_usage(console, error)
         except (click.Abort, KeyboardInterrupt):
             code = exits.INTERRUPTED
-            hint = console.resume_hint or "nothing was written; run the same command again"
-            console.error("Interrupted", f"interrupted; {hint}", code)
+            console.error("Interrupted", f"interrupted; {_how_to_go_on(console)}", code)
+        except _Ended as ended:
+            code = ended.exit_code
+            with suppress(OSError):  # of a terminal that is gone
+                console.error("Interrupted", f"{ended}; {_how_to_go_on(console)}", code)
         except click.ClickException as error:
             code = exits.BAD_INPUT
             console.error(type(error).__name__, error.format_message(), code)
@@ -103,6 +107,21 @@ class Root(Group):
         sys.exit(code)
 
 
+class _Ended(SystemExit):
+    """The process was told to end, by a signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.exit_code, self.number = 128 + number, number
+
+    def __str__(self) -> str:
+        return f"ended by {signal.Signals(self.number).name}"
+
+
+def _how_to_go_on(console: Console) -> str:
+    return console.resume_hint or "no unfinished work is kept; run the same command again"
+
+
 def _end_in_order() -> None:
     """Ended from outside, a command leaves by an exception, so that what it has started ends too.
 
@@ -115,7 +134,7 @@ def _end_in_order() -> None:
 
 
 def _exit_on(number: int, _: object) -> None:
-    sys.exit(128 + number)
+    raise _Ended(number)
 
 
 def _set_json(ctx: click.Context, _: click.Parameter, value: bool) -> None:

@@ -10,7 +10,7 @@ import click
 from droidkv.errors import CalibrationError
 
 from . import exits
-from .calibrate import calibration_for
+from .calibrate import workload_of
 from .console import Console
 from .framework import Group
 from .frontier_table import diff_lines, frontier_rows, header_lines, point_lines
@@ -21,7 +21,6 @@ from .options import (
     output_folder,
     profile_argument,
     unconfirmed_option,
-    workload_of,
     workload_options,
 )
 from .places import named_evidence, read_named_profile
@@ -85,8 +84,9 @@ def show(
 
     path, profile, evidence = named_evidence(profile_name, unconfirmed)
     chosen = choose_objective(profile, objective)
-    calibration = calibration_for(profile, calibration_file)
-    workload = workload_of(profile, prefix_tokens, suffix_tokens, bandwidth, calibration)
+    workload, notes = workload_of(
+        console, profile, prefix_tokens, suffix_tokens, bandwidth, calibration_file
+    )
 
     def rows_of(measured: Profile) -> list[dict[str, Any]]:
         points = measure(measured, chosen, cost, workload, operators)
@@ -115,6 +115,7 @@ def show(
         "suffix_tokens": workload.suffix_tokens,
         "plans": rows,
         "confirmed": confirmed,
+        "notes": notes,
     }
     remarks = [f"plans are {each.remark}" for each in evidence]
     console.result(value, [*lines, "", *remarks])
@@ -152,8 +153,9 @@ def plot(
 
     path, profile = read_named_profile(profile_name)
     chosen = choose_objective(profile, objective)
-    calibration = calibration_for(profile, calibration_file)
-    workload = workload_of(profile, prefix_tokens, suffix_tokens, bandwidth, calibration)
+    workload, notes = workload_of(
+        console, profile, prefix_tokens, suffix_tokens, bandwidth, calibration_file
+    )
     folder = output or path.parent
     files = [folder / f"{path.stem}.frontier.png"]
     plot_frontier(profile, files[0], chosen, cost, workload)
@@ -161,7 +163,8 @@ def plot(
         if any(r.plan.operator == operator and r.plan.group for r in profile.measurements):
             files.append(folder / f"{path.stem}.{operator}.png")
             plot_heat_map(profile, files[-1], operator)
-    console.result({"profile": str(path), "files": [str(file) for file in files]}, map(str, files))
+    value = {"profile": str(path), "files": [str(file) for file in files], "notes": notes}
+    console.result(value, map(str, files))
 
 
 @frontier.command(
@@ -211,8 +214,9 @@ def pick(
         raise click.UsageError(
             f"the loss is measured in {chosen} here, which has no default limit; give --max-loss"
         )
-    calibration = calibration_for(profile, calibration_file)
-    workload = workload_of(profile, prefix_tokens, suffix_tokens, bandwidth, calibration)
+    workload, notes = workload_of(
+        console, profile, prefix_tokens, suffix_tokens, bandwidth, calibration_file
+    )
     limit = DEFAULT_MAX_LOSS if max_loss is None else max_loss
     picked, choice = pick_among(
         evidence,
@@ -223,7 +227,7 @@ def pick(
             bandwidth,
             workload.prefix_tokens,
             workload.suffix_tokens,
-            calibration,
+            workload.calibration,
             operators,
             chosen,
         ),
@@ -239,6 +243,7 @@ def pick(
         "loss_of_such_picks": elsewhere,
         "map": None if map_file is None else str(map_file),
         "pair": profile.pair,
+        "notes": notes,
         **choice.to_json(),
     }
     lines = [*choice.message, picked.remark]

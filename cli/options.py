@@ -12,49 +12,50 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from droidkv.errors import unknown_name
+from droidkv.errors import StorageError, unknown_name
 
+from .places import require_writable
 from .units import BANDWIDTH
 
 if TYPE_CHECKING:
-    from droidkv.objectives import Objective, Workload
+    from droidkv.objectives import Objective
     from droidkv.pair import Pair, TaskRef
     from droidkv.profile import Profile
-    from droidkv.ttft import Calibration
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 class OutputPath(click.Path):
-    """A file to be written at the end of a command: what cannot be written is refused at once."""
+    """A file to be written at the end of a command: what cannot be written is refused at once.
 
-    def __init__(self) -> None:
+    Args:
+        suffix: What its name must end in, such as `.json`; empty = anything.
+    """
+
+    def __init__(self, suffix: str = "") -> None:
         super().__init__(dir_okay=False, path_type=Path)
+        self._suffix = suffix
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Refuse a path in a folder that is none, or that is not to be written."""
+        """Refuse a path that cannot be written, or that nobody would take for what it is."""
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        there = next(parent for parent in path.absolute().parents if parent.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            self.fail(f"expected a folder to write {path.name!r} in, got {there}", param, ctx)
+        try:
+            require_writable(path)
+        except StorageError as error:
+            self.fail(str(error), param, ctx)
+        if self._suffix and path.suffix != self._suffix:
+            wanted = f"expected a file that ends in {self._suffix}, got {str(path)!r}"
+            self.fail(wanted, param, ctx)
         return path
 
 
-class ProfilePath(OutputPath):
-    """Where a profile is to be written: commands know profiles' files by `.json`."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Refuse a path that no other command would take for a profile."""
-        path = super().convert(value, param, ctx)
-        if path.suffix != ".json":
-            self.fail(f"expected a file that ends in .json, got {str(path)!r}", param, ctx)
-        return path
-
-
+_NUM_TOKENS = click.IntRange(1, 2**31 - 1)
 pair_argument = click.argument("pair_name", metavar="PAIR")
 profile_argument = click.argument("profile_name", metavar="PROFILE")
 output_file = OutputPath()
-profile_file = ProfilePath()
+profile_file = OutputPath(".json")  # commands know profiles by it
+trace_file = OutputPath(".json")
+picture_file = OutputPath(".png")
 output_folder = click.Path(file_okay=False, path_type=Path)
 
 
@@ -86,8 +87,8 @@ run_options = combined(
 )
 
 workload_options = combined(
-    click.option("--prefix-tokens", type=click.IntRange(1), help="Default: as the items are."),
-    click.option("--suffix-tokens", type=click.IntRange(1), help="Default: as the items are."),
+    click.option("--prefix-tokens", type=_NUM_TOKENS, help="Default: as the items are."),
+    click.option("--suffix-tokens", type=_NUM_TOKENS, help="Default: as the items are."),
     click.option(
         "--bandwidth",
         type=BANDWIDTH,
@@ -114,6 +115,10 @@ def operator_option(help_text: str) -> Callable[[Decorated], Decorated]:
         help=f"{help_text} Repeatable; default: both.",
     )
 
+
+overwrite_option = click.option(
+    "--overwrite", is_flag=True, help="Replace the file, if it is there already."
+)
 
 profiled_pair_option = click.option(
     "--pair", "pair_name", help="The pair. Default: the one the profile names."
@@ -180,24 +185,4 @@ def choose_objective(profile: Profile, name: str | None) -> Objective:
         return default_objective(profile)
     raise click.BadParameter(
         unknown_name("objective", name, OBJECTIVES), param_hint="'--objective'"
-    )
-
-
-def workload_of(
-    profile: Profile,
-    prefix_tokens: int | None,
-    suffix_tokens: int | None,
-    bandwidth: float | None,
-    calibration: Calibration | None,
-) -> Workload:
-    """The request whose cost is asked for; what is not given is as the profile's items are."""
-    import dataclasses
-
-    from droidkv.objectives import Workload
-
-    mean = Workload.of_items(profile, calibration, bandwidth)
-    return dataclasses.replace(
-        mean,
-        prefix_tokens=prefix_tokens or mean.prefix_tokens,
-        suffix_tokens=suffix_tokens or mean.suffix_tokens,
     )

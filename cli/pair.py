@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from droidkv.errors import DroidKVError, PairError
+from droidkv.errors import DroidKVError, LoadError, PairError
 
 from . import exits
 from .console import Console
 from .framework import Group
 from .options import pair_argument, run_options
+from .places import read_named_profile
 from .table import table
 from .train import output_option, train_by_recipe
 from .train import run_options as train_options
@@ -22,6 +23,7 @@ from .train import run_options as train_options
 if TYPE_CHECKING:
     from droidkv.loading import LoadedModel
     from droidkv.pair import Pair
+    from droidkv.profile import Profile
 
 CHECKED_ITEMS = 4
 
@@ -110,11 +112,18 @@ def check(
     if configs_only and profile_name:
         raise click.UsageError("--profile compares weights, so it cannot go with --configs-only")
     found = read_pair(pair_name)
+    named = None if profile_name is None else read_named_profile(profile_name)
+
+    from droidkv.loading import check_place
+
+    check_place(dtype, device)
     checks: list[dict[str, Any]] = []
-    for name, work in _checks(found, configs_only, profile_name, dtype, device):
+    for name, work in _checks(found, configs_only, named, dtype, device):
         console.note(f"{name} ...")
         try:
             detail, passed = work(), True
+        except LoadError:  # what is not there cannot be checked
+            raise
         except DroidKVError as error:
             detail, passed = str(error), False
         checks.append({"name": name, "passed": passed, "detail": detail})
@@ -151,15 +160,13 @@ def train(console: Console, /, pair_name: str, output: Path | None, **options: A
 
 
 def _checks(
-    found: Pair, configs_only: bool, profile_name: str | None, dtype: str, device: str
+    found: Pair, configs_only: bool, named: tuple[Path, Profile] | None, dtype: str, device: str
 ) -> Iterator[tuple[str, Callable[[], str]]]:
     """Name and work of each check, in order; the work says what was found."""
     from droidkv.encode import encode_shared
     from droidkv.loading import check_pair_configs, load_pair
     from droidkv.profile import require_identity
     from droidkv.tasks import get_task
-
-    from .places import read_named_profile
 
     models: list[LoadedModel] = []
 
@@ -190,10 +197,10 @@ def _checks(
             return f"the same prefix tokens under both models in {len(items)} items"
 
         yield f"task {ref}", items
-    if profile_name is not None:
+    if named is not None:
+        path, profile = named
 
         def identity() -> str:
-            path, profile = read_named_profile(profile_name)
             require_identity(profile, sender.fingerprint, receiver.fingerprint)
             return f"{path} was measured on these very models"
 

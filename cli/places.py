@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import droidkv
-from droidkv.errors import PairError, ProfileError, unknown_name
+from droidkv.errors import PairError, ProfileError, StorageError, unknown_name
 
 if TYPE_CHECKING:
     from droidkv.confirmation import Evidence
     from droidkv.pair import Pair, TaskRef
     from droidkv.profile import Profile
+    from droidkv.records import TaskRecord
 
 FOLDER = Path("profiles")
 _PROBE = ".probe.json"
@@ -103,3 +105,44 @@ def named_evidence(name_or_path: str, unconfirmed: bool) -> tuple[Path, Profile,
 def output_stem(pair: Pair, task: TaskRef) -> str:
     """Name of what is made from a pair: the pair's, and the task's where it is not the main one."""
     return pair.name if task == pair.tasks[0] else f"{pair.name}.{task.name}"
+
+
+def require_writable(path: Path) -> None:
+    """Refuse, before any work, a path in a folder that is none, or that is not to be written.
+
+    Raises:
+        StorageError: It is such a path.
+    """
+    there = next(parent for parent in path.absolute().parents if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise StorageError(f"expected a folder to write {path.name!r} in, got {there}")
+
+
+def check_output(target: Path, overwrite: bool, *inputs: object) -> None:
+    """Refuse, before any work, to write over what would be missed.
+
+    Args:
+        target: The file to be written when all is done.
+        overwrite: Whether a file that is there may be replaced.
+        inputs: Files that the command reads, which are never replaced; None = there is none.
+
+    Raises:
+        StorageError: The file is an input, is there already, or cannot be written.
+    """
+    require_writable(target)
+    read = (os.path.realpath(str(each)) for each in inputs if each is not None)
+    if os.path.realpath(target) in read:
+        raise StorageError(
+            f"expected an output that is no input, got {target}, which this command reads; "
+            "choose another file"
+        )
+    if target.exists() and not overwrite:
+        raise StorageError(
+            f"expected no file at {target}, but one is there; give --overwrite to replace it, or "
+            "choose another file by -o"
+        )
+
+
+def files_of(pair: Pair, task: TaskRef | TaskRecord) -> tuple[object, object]:
+    """What a command reads for a pair and a task: the pair's file and the task's table, if any."""
+    return pair.path, task.options.get("path")

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from droidkv.errors import MissingExtraError
+from droidkv.errors import MissingExtraError, ProfileError
 
 from .console import Console
 from .framework import Command
 from .options import (
     choose_task,
     command_line,
+    overwrite_option,
     pair_argument,
     profile_file,
     run_options,
     task_options,
 )
-from .places import FOLDER, output_stem
+from .places import FOLDER, check_output, files_of, output_stem
 from .table import table
 
 if TYPE_CHECKING:
+    from droidkv.pair import Pair
     from droidkv.probe_record import Probe, ProbeAgreement
 
 
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
 @click.option(
     "-o", "--output", type=profile_file, help="The probe's file. Default: profiles/PAIR.probe.json."
 )
+@overwrite_option
 @click.pass_obj
 def probe(
     console: Console,
@@ -70,6 +73,7 @@ def probe(
     dtype: str,
     device: str,
     output: Path | None,
+    overwrite: bool,
 ) -> None:
     """Find the critical layers: reuse one alone, recompute one alone.
 
@@ -82,7 +86,10 @@ def probe(
     pair = read_pair(pair_name)
     task = choose_task(pair, task_name, task_pairs)
     others = {path: read_probe(path) for path in compared}
+    if others:
+        _require_same_layers(pair, others)
     target = output or FOLDER / f"{output_stem(pair, task)}.probe.json"
+    check_output(target, overwrite, *files_of(pair, task), *compared)
 
     console.keeps_run_of(target)
 
@@ -109,6 +116,18 @@ def probe(
         "compared": {str(path): dataclasses.asdict(each) for path, each in agreements.items()},
     }
     console.result(value, _lines(target, made, value, agreements))
+
+
+def _require_same_layers(pair: Pair, others: Mapping[Path, Probe]) -> None:
+    from droidkv.model_identity import load_config
+
+    num_layers = int(load_config(pair.receiver).get_text_config().num_hidden_layers)
+    for path, other in others.items():
+        if other.num_layers != num_layers:
+            raise ProfileError(
+                f"expected a probe of {num_layers} layers to compare with, as {pair.name} has, "
+                f"got {path} of {other.num_layers}"
+            )
 
 
 def _plotted(console: Console, made: Probe, path: Path) -> Path | None:

@@ -14,12 +14,13 @@ from .options import (
     choose_task,
     command_line,
     operator_option,
+    overwrite_option,
     pair_argument,
     profile_file,
     run_options,
     task_options,
 )
-from .places import FOLDER, output_stem
+from .places import FOLDER, check_output, files_of, output_stem
 from .stitch import fit_options
 
 
@@ -52,6 +53,7 @@ from .stitch import fit_options
 @click.option(
     "-o", "--output", type=profile_file, help="The profile's file. Default: profiles/PAIR.json."
 )
+@overwrite_option
 @click.pass_obj
 def profile(
     console: Console,
@@ -69,6 +71,7 @@ def profile(
     dtype: str,
     device: str,
     output: Path | None,
+    overwrite: bool,
 ) -> None:
     """Measure every plan of a pair on a task, and store the profile.
 
@@ -81,11 +84,13 @@ def profile(
     pair = read_pair(pair_name)
     task = choose_task(pair, task_name, task_pairs)
     target = output or FOLDER / f"{output_stem(pair, task)}.json"
+    check_output(target, overwrite, *files_of(pair, task))
 
     console.keeps_run_of(target)
 
     from droidkv.profile_job import ProfileSettings
     from droidkv.profiler import profile_pair
+    from droidkv.tasks import get_task
 
     settings = ProfileSettings(
         task=task,
@@ -100,6 +105,12 @@ def profile(
         dtype=dtype,
         device=device,
     )
+    found = get_task(task.name, **task.options).items("eval", items + 1, seed)
+    if len(found) <= items and pair.reference is None:  # of a full-share receiver no plan is picked
+        console.note(
+            f"the task has {len(found)} items, none beside those profiled here, so `droidkv "
+            "confirm` would have none that are fresh; fewer --items leave some"
+        )
     console.note(f"profiling {pair.name} on {task}, {items} items, into {target}")
     made = profile_pair(
         pair,

@@ -9,8 +9,14 @@ import click
 from .console import Console
 from .framework import Command
 from .frontier_table import summary
-from .options import command_line, profile_argument, profile_file, profiled_pair_option
-from .places import pair_of, read_named_profile
+from .options import (
+    command_line,
+    overwrite_option,
+    profile_argument,
+    profile_file,
+    profiled_pair_option,
+)
+from .places import check_output, files_of, pair_of, read_named_profile
 
 
 @click.command(
@@ -43,6 +49,7 @@ from .places import pair_of, read_named_profile
     type=profile_file,
     help="The new profile. Default: NAME.refined.confirm.json beside the profile.",
 )
+@overwrite_option
 @click.pass_obj
 def refine(
     console: Console,
@@ -53,6 +60,7 @@ def refine(
     steps: int,
     pair_name: str | None,
     output: Path | None,
+    overwrite: bool,
 ) -> None:
     """Train a profile's stitching map for chosen plans.
 
@@ -69,6 +77,7 @@ def refine(
     plans = [ReusePlan.of(group.start, group.stop, "stitch") for group in groups]
     pair = pair_of(profile, pair_name)
     target = output or refined_path(path)
+    check_output(target, overwrite, path, *files_of(pair, profile.task))
 
     console.keeps_run_of(target)
 

@@ -14,12 +14,13 @@ from .options import (
     choose_task,
     command_line,
     operator_option,
+    overwrite_option,
     pair_argument,
     profile_file,
     run_options,
     task_options,
 )
-from .places import FOLDER, output_stem
+from .places import FOLDER, check_output, files_of, output_stem
 from .progress import duration
 from .stitch import fit_options
 
@@ -69,6 +70,7 @@ SUGGESTED_PLANS = 8
     type=profile_file,
     help="The profile's file. Default: profiles/PAIR.search.json.",
 )
+@overwrite_option
 @click.pass_obj
 def search(
     console: Console,
@@ -91,24 +93,24 @@ def search(
     dtype: str,
     device: str,
     output: Path | None,
+    overwrite: bool,
 ) -> None:
     """Search for the frontier on a budget, with Optuna.
 
     What was found is stored as a profile. Plans race over the items: one that falls behind is
     dropped. The study lies beside the output, in NAME.study.db; a search that was stopped, or is
-    given a larger budget, goes on.
+    given a larger budget and --overwrite, goes on.
     """
     from droidkv.pair import read_pair
 
     pair = read_pair(pair_name)
     task = choose_task(pair, task_name, task_pairs)
-    first_plans = [] if probe_file is None else _suggested(probe_file, operators)
     target = output or FOLDER / f"{output_stem(pair, task)}.search.json"
+    check_output(target, overwrite, *files_of(pair, task), probe_file)
+    first_plans = [] if probe_file is None else _suggested(probe_file, operators)
 
-    console.resume_hint = (
-        f"nothing is lost: the study is kept in {target.with_suffix('.study.db')}; the same "
-        f"command goes on"
-    )
+    study = target.with_suffix(".study.db")
+    console.keeps(study, f"nothing is lost: the study is kept in {study}; the same command goes on")
 
     from droidkv.profile_job import ProfileSettings
     from droidkv.search import SearchSettings

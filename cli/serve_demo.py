@@ -45,7 +45,7 @@ from .table import num_bytes, table
     type=output_folder,
     default=Path("build/serve-demo"),
     show_default=True,
-    help="Folder for logs, audit file and store; emptied first.",
+    help="Folder for logs, audit file and store; audit.jsonl and store/ in it are removed first.",
 )
 @click.pass_obj
 def demo(

@@ -13,11 +13,12 @@ from .options import (
     choose_task,
     command_line,
     output_file,
+    overwrite_option,
     pair_argument,
     run_options,
     task_options,
 )
-from .places import FOLDER, output_stem
+from .places import FOLDER, check_output, files_of, output_stem
 from .table import table
 
 
@@ -43,6 +44,7 @@ from .table import table
 @click.option(
     "-o", "--output", type=output_file, help="The data. Default: profiles/PAIR.sharing.json."
 )
+@overwrite_option
 @click.pass_obj
 def sharing(
     console: Console,
@@ -55,6 +57,7 @@ def sharing(
     dtype: str,
     device: str,
     output: Path | None,
+    overwrite: bool,
 ) -> None:
     """Measure quality by the share of reused layers.
 
@@ -72,6 +75,7 @@ def sharing(
     pair = read_pair(pair_name)
     task = choose_task(pair, task_name, task_pairs)
     target = output or FOLDER / f"{output_stem(pair, task)}.sharing.json"
+    check_output(target, overwrite, *files_of(pair, task))
     console.keeps_run_of(target)
     settings = ProfileSettings(task=task, num_items=items, seed=seed, dtype=dtype, device=device)
     profiles = sharing_sweep(pair, settings, target, steps, console.progress, command_line())

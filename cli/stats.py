@@ -10,7 +10,8 @@ import click
 
 from .console import Console
 from .framework import Command
-from .options import output_file
+from .options import trace_file
+from .places import check_output
 from .table import num_bytes, table
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 @click.option("--request", "request_id", help="Only requests whose id begins so.")
 @click.option(
     "--trace",
-    type=output_file,
+    type=trace_file,
     help="Write the timelines (`droidkv serve receiver --timeline`) for chrome://tracing.",
 )
 @click.pass_obj
@@ -44,6 +45,8 @@ def stats(console: Console, audit: Path, request_id: str | None, trace: Path | N
     from droidkv.jsonio import write_json
     from droidkv.serve.audit import by_outcome, by_plan, chrome_trace, read_audit
 
+    if trace is not None:
+        check_output(trace, True, audit)
     records = read_audit(audit)
     if request_id is not None:
         records = [record for record in records if record.request_id.startswith(request_id)]

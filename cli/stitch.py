@@ -9,8 +9,16 @@ import click
 
 from .console import Console
 from .framework import Command
-from .options import choose_task, combined, output_file, pair_argument, run_options, task_options
-from .places import output_stem
+from .options import (
+    choose_task,
+    combined,
+    output_file,
+    overwrite_option,
+    pair_argument,
+    run_options,
+    task_options,
+)
+from .places import check_output, files_of, output_stem
 from .table import table
 
 if TYPE_CHECKING:
@@ -49,6 +57,7 @@ fit_options = combined(
     type=output_file,
     help="The map's file. Default: PAIR.stitch.safetensors here.",
 )
+@overwrite_option
 @click.pass_obj
 def stitch(
     console: Console,
@@ -62,6 +71,7 @@ def stitch(
     dtype: str,
     device: str,
     output: Path | None,
+    overwrite: bool,
 ) -> None:
     """Fit a pair's stitching map, and see how well it fits.
 
@@ -74,6 +84,7 @@ def stitch(
     pair = read_pair(pair_name)
     task_ref = choose_task(pair, task_name, task_pairs)
     target = output or Path(f"{output_stem(pair, task_ref)}.stitch.safetensors")
+    check_output(target, overwrite, *files_of(pair, task_ref))
 
     from droidkv.encode import encode_shared
     from droidkv.estimate import prefill_seconds

@@ -11,6 +11,7 @@ import click
 from .console import Console
 from .framework import Group
 from .options import combined, command_line, output_folder, pair_argument
+from .places import require_writable
 from .progress import duration
 
 if TYPE_CHECKING:
@@ -198,9 +199,12 @@ def train_by_recipe(console: Console, pair: Pair, output: Path | None, options: 
 
     target = output or output_of(pair)
     require_new(target)  # before a model is loaded and timed
+    require_writable(target)
     is_new = pair.path is not None and not pair.path.exists()
-    console.resume_hint = (
-        f"checkpoints go to {target}.training; the same command goes on from the last one"
+    checkpoints = target.with_name(f"{target.name}.training")
+    console.keeps(
+        checkpoints,
+        f"checkpoints go to {checkpoints}; the same command goes on from the last one",
     )
     base = load_base(pair, options.pop("device"))
     settings = TrainSettings(chat=pair.chat, command=command_line(), **options)

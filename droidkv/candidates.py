@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+from droidkv.errors import ProfileError
 from droidkv.frontier import Measurement, pareto_front
 from droidkv.objectives import Objective, measure
 from droidkv.plan import Operator, ReusePlan
@@ -30,7 +31,12 @@ def plans_to_confirm(
         profile: The profile.
         objective: What a loss is.
         max_loss: Leave out plans whose whole interval lies above this loss; None = keep all.
+
+    Raises:
+        ProfileError: That loss is below 0 or not finite.
     """
+    if max_loss is not None and not 0 <= max_loss < float("inf"):
+        raise ProfileError(f"expected a largest loss >= 0, got {max_loss}")
     points = measure(profile, objective)
     by_kl = points if objective == "kl" else measure(profile, "kl")
     kept = set()

@@ -76,9 +76,7 @@ def load_model(
         UnsupportedModelError: The architecture or the adapter's kind cannot be served.
         StorageError: A file could not be read or written.
     """
-    if dtype not in DTYPES:
-        raise LoadError(unknown_name("dtype", dtype, DTYPES))
-    _check_device(device)
+    check_place(dtype, device)
     config = load_config(ref)
     check_supported(config)
     adapter = NONE
@@ -176,7 +174,14 @@ def check_pair_configs(pair: Pair) -> None:
     check_compatible(sender, receiver, pair.allow_extra_tokens)
 
 
-def _check_device(device: str) -> None:
+def check_place(dtype: str, device: str) -> None:
+    """Do nothing if a model can run in a dtype and on a device.
+
+    Raises:
+        LoadError: There is no such dtype, or PyTorch has no such device here.
+    """
+    if dtype not in DTYPES:
+        raise LoadError(unknown_name("dtype", dtype, DTYPES))
     try:
         torch.empty(1, device=device).sum().item()
     except (RuntimeError, AssertionError, NotImplementedError) as cause:

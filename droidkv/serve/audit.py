@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from droidkv.fields import Fields
 from droidkv.jsonio import parse_json
 from droidkv.serve.connector_plan import AuditRecord, Fallback, LoadReport, Span, SpanKind
 from droidkv.serve.metrics import outcome
+
+_LOG = logging.getLogger(__name__)
 
 PERCENTILES = (50, 90, 99)
 # Rows of a trace: what the engine's thread does, and what the two that load do.
@@ -44,9 +47,9 @@ class Group:
 
 
 def read_audit(path: Path) -> list[AuditRecord]:
-    """The records of an audit file, in order.
+    """The records of an audit file, in order; blank lines are none.
 
-    A last line without its line break is left out: a server that was killed wrote it.
+    A last line that was cut short is left out, and logged: a server that was killed wrote it.
 
     Raises:
         ServeError: A line is no audit record; says which.
@@ -56,11 +59,18 @@ def read_audit(path: Path) -> list[AuditRecord]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as cause:
         raise StorageError(f"expected an audit file at {path}, but: {cause}") from cause
-    lines = text.split("\n")[:-1]
+    *lines, last = text.split("\n")
+    if last.strip():
+        try:
+            parse_json(last, str(path), ServeError)
+            lines.append(last)  # whole, but for its line break
+        except ServeError:
+            _LOG.info("%s: the last line was cut short and is left out", path)
     records = []
     for number, line in enumerate(lines, start=1):
-        table = parse_json(line, str(path), ServeError, first_line=number)
-        records.append(record_from_json(table, f"{path}, line {number}"))
+        if line.strip():
+            table = parse_json(line, str(path), ServeError, first_line=number)
+            records.append(record_from_json(table, f"{path}, line {number}"))
     return records
 
 

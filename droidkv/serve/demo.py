@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from droidkv.serve.http_client import complete, read_text
 from droidkv.serve.launch import launch
 from droidkv.serve.opening import check_address
 from droidkv.serve.processes import ServerProcess, free_port, serving
+from droidkv.serve.purge import remove_store
 from droidkv.serve.refusals import BAD_REQUEST
 from droidkv.serve.settings import ServeSettings, with_miss_policy
 from droidkv.tasks import Item, Task
@@ -80,7 +80,8 @@ class DemoSettings:
 
     Attributes:
         profile: The pair's profile.
-        folder: For logs, the audit file and, without `store`, the store; emptied first.
+        folder: For logs, the audit file and, without `store`, the store; the `audit.jsonl` and
+            `store` in it are removed first.
         store: Where caches lie; None = a folder.
         chunk_tokens: Tokens in one chunk; None = few for a receiver that reads the base's KV.
         dtype: Of both models.
@@ -135,15 +136,15 @@ def run_demo(
 
     Raises:
         ServeError: A server did not start, or nothing was reused.
-        StorageError: The store's address is wrong.
+        StorageError: The store's address is wrong, or `store` in the folder is no store.
     """
     folder = settings.folder
     if settings.store is not None:
         check_address(settings.store)
+    remove_store(folder / "store")
     folder.mkdir(parents=True, exist_ok=True)
     audit = folder / "audit.jsonl"
     audit.unlink(missing_ok=True)
-    shutil.rmtree(folder / "store", ignore_errors=True)
     store = settings.store or f"fs://{(folder / 'store').absolute()}"
     is_full_share = pair.reference is not None
     ways = FULL_SHARE_WAYS if is_full_share else WAYS

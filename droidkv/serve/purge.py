@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,7 +29,7 @@ def purge(address: str, namespace: str) -> int:
 
     Raises:
         ServeError: The backend cannot list what it holds, or the namespace is none.
-        StorageError: It cannot be reached or written, or the address is wrong.
+        StorageError: It is not there, cannot be reached or written, or the address is wrong.
     """
     if not _DIGEST.fullmatch(namespace):
         raise ServeError(f"expected a namespace of 64 hexadecimal digits, got {namespace!r}")
@@ -50,7 +51,27 @@ def purge(address: str, namespace: str) -> int:
     )
 
 
+def remove_store(folder: Path) -> None:
+    """Remove the folder of an `fs://` store, if it is there.
+
+    Raises:
+        StorageError: Something in it is no store's; nothing was removed.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not (path.name.startswith(WRITING_PREFIX) or _DIGEST.match(path.name)):
+            raise StorageError(
+                f"expected a store to remove at {folder}, but it holds {path.name!r}, which no "
+                "store wrote; choose another folder"
+            )
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def _purge_folder(folder: Path, namespace: str) -> int:
+    if not folder.is_dir():
+        raise StorageError(
+            f"expected the folder of a store, but there is none at {folder}; give the address that "
+            "its sender was given"
+        )
     removed = 0
     try:
         # What lies in folders of their own is half written, perhaps by a process that was killed.

@@ -7,7 +7,6 @@ ratio is of one run on one machine.
 from __future__ import annotations
 
 import random
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from droidkv.serve.audit import record_from_json
 from droidkv.serve.connector_plan import LOAD_ORDERS, AuditRecord
 from droidkv.serve.link_model import LinkRuns, link_table
 from droidkv.serve.opening import check_address
+from droidkv.serve.purge import remove_store
 from droidkv.serve.settings import DEFAULT_CHUNK_TOKENS
 from droidkv.serve.ttft_engines import EngineProcess, timed_engines
 
@@ -51,7 +51,8 @@ class TtftSettings:
     """What to time.
 
     Attributes:
-        folder: For logs, audit file and store.
+        folder: For logs, audit file and store; the `audit.jsonl` and `store` in it are removed
+            first.
         dtype: Of both models.
         lengths: Prefix lengths.
         suffix_tokens: Behind each prefix.
@@ -96,7 +97,7 @@ def bench_ttft(
         PlanError: A length or a number of layers is out of range, or makes no sense for a receiver
             that was trained to read the sender's KV.
         ServeError: The store's address is wrong, an engine ended, or something was not reused.
-        StorageError: An option of the store's address is wrong.
+        StorageError: An option of the store's address is wrong, or `store` in the folder is none.
     """
     began = time.perf_counter()
     config = load_config(pair.receiver)
@@ -110,7 +111,7 @@ def bench_ttft(
         check_address(settings.store)
     settings.folder.mkdir(parents=True, exist_ok=True)
     own_store = settings.folder.absolute() / "store"
-    shutil.rmtree(own_store, ignore_errors=True)  # what is there would not be stored again
+    remove_store(own_store)  # what is there would not be stored again
     with timed_engines(
         pair,
         settings.folder,

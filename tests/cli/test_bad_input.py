@@ -223,6 +223,16 @@ def test_a_disk_that_refuses_keeps_the_old_file(smooth: Path) -> None:
         (("search", "tiny", "--sampler", "randon"), "Did you mean 'random'?"),
         (("search", "tiny", "--loss", "k1"), "Known: disagreement, kl, top1_error"),
         (("ask", "tiny"), "`droidkv profile PAIR` makes one"),
+        (("calibrate", "--pair", "tiny", "--seconds=-1"), "'--seconds'"),
+        (("calibrate", "--pair", "tiny", "--seconds", "nan"), "'--seconds'"),
+        (("calibrate", "--pair", "tiny", "--rounds", 0), "'--rounds'"),
+        (("pair", "check", "tiny", "--dtype", "nosuch"), "unknown dtype 'nosuch'"),
+        (
+            ("pair", "check", "tiny", "--configs-only", "--dtype", "nosuch"),
+            "unknown dtype 'nosuch'",
+        ),
+        (("pair", "check", "tiny", "--device", "nosuch"), "'nosuch'"),
+        (("pair", "check", "tiny", "--profile", "nosuch"), "unknown profile 'nosuch'"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused_before_anything_is_written(
@@ -326,6 +336,20 @@ batch_size = 1"""
     assert "the disk is full" in json.loads(Path("first").read_text())["error"]["message"]
     assert len(Path("kept").read_text().split()) == resumed_from + 1  # the last one is cut short
     assert json.loads(Path("second").read_text())["resumed_from"] == resumed_from
+
+
+@pytest.mark.parametrize("loss", ["nan", "inf", "-1"])
+def test_a_largest_loss_that_is_none(smooth: Path, loss: str) -> None:
+    for command in (("confirm", smooth), ("frontier", "pick", smooth)):
+        assert "a largest loss >= 0" in error_of(*command, f"--max-loss={loss}")
+
+
+@pytest.mark.parametrize("part", ["model", "adapter"])
+def test_a_pair_of_a_folder_that_is_not_there_is_bad_input(part: str) -> None:
+    base = "tiny:llama?layers=2"
+    model, adapter = (base, "./gone") if part == "adapter" else ("./gone", None)
+    write_pair(Path("mine.toml"), base, model, adapter)
+    assert "gone" in error_of("pair", "check", "./mine.toml")
 
 
 @pytest.mark.parametrize("command", ["calibrate --pair tiny", "stitch tiny", "profile tiny"])

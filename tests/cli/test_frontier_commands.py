@@ -94,6 +94,24 @@ def test_a_probe_is_no_profile() -> None:
     assert "`droidkv probe --compare`" in error_of("frontier", "show", "profiles/x.probe.json")
 
 
+@pytest.mark.parametrize("command", ["show", "pick", "plot"])
+def test_what_was_not_measured_is_said(smooth: Path, calibration: Path, command: str) -> None:
+    base = ("frontier", command, smooth, *(("-o", ".") if command == "plot" else ()))
+    calibrated = (*base, "--calibration", calibration, "--prefix-tokens")
+    assert run_json(*calibrated, 400)["notes"] == []
+    timed, lost = run_json(*calibrated, 513)["notes"]
+    assert "up to 512 tokens were timed" in timed and "losses were measured" in lost
+    assert timed in run(*calibrated, 513).stderr
+    assert run_json(*base, "--prefix-tokens", 513)["notes"] == [lost]
+    assert "--prefix-tokens" in error_of(*base, "--prefix-tokens", 2**31)
+
+
+@pytest.mark.parametrize("command", ["show", "pick", "plot"])
+def test_a_bandwidth_needs_a_calibration(smooth: Path, command: str) -> None:
+    message = error_of("frontier", command, smooth, "--bandwidth", "10Gbit/s")
+    assert "droidkv calibrate" in message
+
+
 def test_pick_says_when_reuse_does_not_pay(smooth: Path, calibration: Path) -> None:
     value = run_json(
         *("frontier", "pick", smooth, "--calibration", calibration),

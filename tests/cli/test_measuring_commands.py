@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from command_line import error_of, run, run_json
+from pair_files import write_pair
 
 from droidkv.check import Check
 from droidkv.oracles import VerifyResult
@@ -23,13 +24,23 @@ def test_probe_finds_every_layer_and_draws_it(tmp_path: Path) -> None:
     assert "critical layers" in shown and f"with {first['probe']}: rank correlation" in shown
 
 
+def test_probes_of_other_layers_are_not_compared_with(tmp_path: Path) -> None:
+    pair = write_pair(Path("two.toml"), "tiny:llama?layers=2", "tiny:llama?layers=2&noise=0.1")
+    one = run_json("probe", pair, *RECORDS, "--items", 1, "-o", tmp_path / "two.probe.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("droidkv.probe.probe_pair", lambda *_: pytest.fail("probed before"))
+        message = error_of("probe", "tiny", "--compare", one["probe"], "-o", tmp_path / "a.json")
+    assert "4 layers" in message and "two.probe.json of 2" in message
+
+
 def test_long_work_says_before_how_long_it_takes_and_then_how_far_it_is(
     profiled: Path, tmp_path: Path
 ) -> None:
-    output = ("-o", tmp_path / "x.json")
+    confirmed, probed = (("-o", tmp_path / name) for name in ("c.json", "p.json"))
+    confirm = ("confirm", profiled, "--items", 1, "--plan", "none", *confirmed)
     for arguments, estimate, last in (
-        (("confirm", profiled, "--items", 1, "--plan", "none", *output), "the sweep", "sweep 1/1"),
-        (("probe", "tiny", *RECORDS, "--items", 1, *output), "probing", "probe 1/1"),
+        (confirm, "the sweep", "sweep 1/1"),
+        (("probe", "tiny", *RECORDS, "--items", 1, *probed), "probing", "probe 1/1"),
         (("verify", "tiny", *RECORDS, "--items", 1), "verifying", "verify 9/9"),
     ):
         told = run(*arguments).stderr
@@ -68,10 +79,13 @@ def test_calibrate_keeps_its_result_where_pick_looks_for_it(
     monkeypatch.setenv("DROIDKV_CACHE", str(tmp_path / "own-cache"))
     pick = ("frontier", "pick", profiled, "--objective", "kl", "--max-loss", 100)
     assert run_json(*pick)["predicted_ttft_seconds"] is None
-    value = run_json(*("calibrate", "--pair", "tiny", "--rounds", 1, "--max-prefix-tokens", 128))
+    calibrate = ("calibrate", "--pair", "tiny", "--rounds", 1, "--max-prefix-tokens", 128)
+    value = run_json(*calibrate)
     assert Path(value["file"]).is_relative_to(tmp_path / "own-cache")
     assert value["median_error_percent"] >= 0 and value["held_out"]
     assert run_json(*pick)["predicted_ttft_seconds"] > 0
+    assert "--overwrite" in error_of(*calibrate)
+    assert run_json(*calibrate, "--overwrite")["file"] == value["file"]
 
 
 def test_bench_sweep_has_the_keys_that_scripts_read() -> None:

@@ -148,6 +148,18 @@ def test_an_interrupted_command_goes_on_where_it_was(
     assert Path("out.json").is_file() and not Path("out.run").exists()
 
 
+@pytest.mark.parametrize("command", ["profile", "search"])
+def test_interrupted_before_the_first_step_there_is_nothing_to_go_on_from(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("droidkv.loading.load_model", interrupted)
+    told = run(command, "tiny", *SMALL, "-o", "out.json", code=130).stderr
+    assert "no unfinished work is kept" in told and "out." not in told.partition("interrupted")[2]
+
+
 def test_interrupting_a_refinement_keeps_the_plans_that_were_trained(
     profiled: Path, tmp_path: Path
 ) -> None:
@@ -204,7 +216,7 @@ def test_search_stores_a_profile_within_its_budget(tmp_path: Path) -> None:
     assert value["num_evaluations_exact"] == 34
     profile = read_profile(tmp_path / "s.json")
     assert {"[0,0)", "[0,4)"} <= {str(m.plan) for m in profile.measurements}
-    more = run_json(*arguments, "--budget", 20)
+    more = run_json(*arguments, "--budget", 20, "--overwrite")
     assert 20 <= more["num_evaluations"] <= 22, "a larger budget goes on, it does not start anew"
 
 

@@ -230,6 +230,22 @@ def test_stats_count_and_trace(audit: Path, tmp_path: Path) -> None:
     )
 
 
+def test_stats_notes_what_was_cut_short(audit: Path) -> None:
+    audit.write_text(audit.read_text() + '{"request_id": "cmpl-3"')
+    shown = run("stats", audit)
+    assert shown.stdout.startswith("2 requests") and "cut short" in shown.stderr
+
+
+def test_a_trace_is_written_over_no_input_and_nothing_else(audit: Path, tmp_path: Path) -> None:
+    renamed = audit.rename(tmp_path / "audit.json")
+    text = renamed.read_text()
+    assert "no input" in error_of("stats", renamed, "--trace", tmp_path / "." / "audit.json")
+    assert "ends in .json" in error_of("stats", renamed, "--trace", tmp_path / "audit.toml")
+    assert renamed.read_text() == text
+    for _ in range(2):
+        run("stats", renamed, "--trace", "t.json")
+
+
 def test_a_benchmark_is_shown_and_drawn_from_its_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     row = {
@@ -276,6 +292,9 @@ def test_a_benchmark_is_shown_and_drawn_from_its_file(tmp_path: Path) -> None:
         and "2.0 % median error" in shown
     )
     assert (tmp_path / "link.png").read_bytes().startswith(b"\x89PNG")
+    copy = source.rename(tmp_path / "ttft.png")
+    assert "no input" in error_of("bench", "ttft", "--from", copy, "--plot", copy)
+    assert "ends in .png" in error_of("bench", "ttft", "--from", copy, "--plot", source)
     source.write_text("{}")
     assert "bench ttft --json" in error_of("bench", "ttft", "--from", source)
     for older in result["link"]["rows"]:  # type: ignore[index]

@@ -123,6 +123,21 @@ def test_what_nobody_foresaw_is_a_bug_with_a_traceback(monkeypatch: pytest.Monke
     assert run_json("pair", "list", code=3)["error"]["type"] == "ZeroDivisionError"
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_command_that_is_ended_from_outside_says_so(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = signal.Signals[name]
+    before = signal.signal(number, signal.SIG_DFL)
+    monkeypatch.setattr("droidkv.pair.list_pairs", lambda: os.kill(os.getpid(), number))
+    try:
+        shown = run("pair", "list", code=128 + number)
+        assert shown.stdout == "" and f"ended by {name}" in shown.stderr
+        assert run_json("pair", "list", code=128 + number)["error"]["exit_code"] == 128 + number
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_command_that_is_ended_from_outside_ends_its_servers(
     tmp_path: Path, number: signal.Signals

@@ -130,6 +130,13 @@ def test_a_folder_that_is_there_is_refused_before_a_model_is_loaded(tmp_path: Pa
     assert "--output" in error_of("train", "plain", pair)
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path / "mine.toml", "./gone", "./gone", "./there", train=TRAIN)
+    (tmp_path / "file").touch()
+    message = error_of("train", "plain", pair, "-o", tmp_path / "file" / "made")
+    assert "'made'" in message and "gone" not in message
+
+
 def test_quiet_training_of_all_parameters_says_nothing(tmp_path: Path) -> None:
     pair = write_plain(tmp_path)
     assert run("train", "prefillshare", pair, "--method", "full", "-q").stderr == ""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from itertools import pairwise
 from pathlib import Path
 
@@ -64,6 +65,18 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_a_line_that_a_killed_server_began_is_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "audit.jsonl", line(REUSED), line(NAIVE)[:40])
     assert read_audit(path) == [REUSED]
+
+
+def test_a_last_line_that_lacks_only_its_line_break_counts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = write(tmp_path / "audit.jsonl", line(REUSED), "\n", line(NAIVE)[:-1])
+    assert read_audit(path) == [REUSED, NAIVE]
+    assert not caplog.records
+    write(path, line(NAIVE)[:40])
+    assert read_audit(path) == []
+    assert "cut short" in caplog.text
 
 
 @pytest.mark.parametrize(

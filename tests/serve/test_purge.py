@@ -8,7 +8,7 @@ from serve.servers import free_port, redis_server
 
 from droidkv.errors import ServeError, StorageError
 from droidkv.serve.keys import chunk_keys
-from droidkv.serve.purge import purge
+from droidkv.serve.purge import purge, remove_store
 from droidkv.serve.store import deadline_in
 
 MINE, OTHERS = "a" * 64, "b" * 64
@@ -22,9 +22,25 @@ def test_a_folder_is_emptied_of_one_namespace_only(tmp_path: Path) -> None:
     half_written.touch()
     assert purge(f"fs://{tmp_path}", MINE) == 3
     assert [path.name for path in tmp_path.rglob("*.data")] == [f"{OTHERS}@1.data"]
-    assert purge(f"fs://{tmp_path}/none", MINE) == 0
+    with pytest.raises(StorageError, match=r"there is none at .*/none"):
+        purge(f"fs://{tmp_path}/none", MINE)
     with pytest.raises(StorageError, match="absolute"):
         purge("fs://some/folder", MINE)
+
+
+def test_a_folder_is_removed_only_if_stores_wrote_all_of_it(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    remove_store(folder)
+    (folder / ".writing-1").mkdir(parents=True)
+    (folder / f"{MINE}@1@0@ff@uint8@0.data").touch()
+    thesis = folder / "thesis.tex"
+    thesis.touch()
+    with pytest.raises(StorageError, match=r"'thesis\.tex'"):
+        remove_store(folder)
+    assert len(list(folder.iterdir())) == 3
+    thesis.unlink()
+    remove_store(folder)
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("address", ["lm://127.0.0.1:1", "local://", "memory://x"])

@@ -1,0 +1,101 @@
+"""What is there already is not lost: finished measurements, and what a command reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import SMALL, error_of, run
+from pair_files import write_pair
+
+from droidkv.profile import read_profile
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("profile", "tiny"),
+        ("confirm", "PROFILE"),
+        ("refine", "PROFILE", "--plan", "[1,3)"),
+        ("probe", "tiny"),
+        ("search", "tiny"),
+        ("sharing", "tiny"),
+        ("stitch", "tiny"),
+        ("calibrate", "--pair", "tiny"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_measurement_that_is_there_is_kept_unless_told_otherwise(
+    smooth: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("droidkv.loading.load_model", lambda *_: pytest.fail("loaded before"))
+    Path("there.json").write_text("kept")
+    arguments = [smooth if each == "PROFILE" else each for each in command]
+    message = error_of(*arguments, "-o", "there.json")
+    assert "there.json" in message and "--overwrite" in message
+    assert Path("there.json").read_text() == "kept"
+
+
+def test_a_default_output_that_is_there_is_kept_too(tmp_path: Path) -> None:
+    (tmp_path / "profiles").mkdir()
+    for name in ("tiny.json", "tiny.probe.json", "tiny.search.json", "tiny.sharing.json"):
+        (tmp_path / "profiles" / name).write_text("kept")
+    for command in ("profile", "probe", "search", "sharing"):
+        assert "--overwrite" in error_of(command, "tiny")
+
+
+def test_overwriting_replaces_the_measurement() -> None:
+    Path("a.json").write_text("old")
+    run(
+        "profile",
+        "tiny",
+        *SMALL,
+        "--granularity",
+        4,
+        "--operator",
+        "copy",
+        "-o",
+        "a.json",
+        "--overwrite",
+    )
+    assert read_profile("a.json").num_items == 2
+
+
+def test_no_output_replaces_an_input(smooth: Path) -> None:
+    profile, pair = Path("p.json"), write_pair(Path("mine.toml"), "tiny:llama", "tiny:llama")
+    profile.write_bytes(smooth.read_bytes())
+    rows = [{"prefix": f"text {index}", "suffix": "?", "answer": "Ann"} for index in range(20)]
+    Path("rows.json").write_text(json.dumps(rows))
+    Path("linked.json").symlink_to("rows.json")
+    table = ("--task", "local", "--task-option", "path=rows.json")
+    before = {path: path.read_bytes() for path in Path().iterdir()}
+    for command, output in (
+        (("confirm", profile), "./p.json"),
+        (("refine", profile, "--plan", "[1,3)"), profile.absolute()),
+        (("profile", "tiny", *table), "rows.json"),
+        (("profile", "tiny", *table), "linked.json"),
+        (("search", "tiny", "--probe", profile), profile),
+        (("calibrate", "--pair", f"./{pair}"), pair),
+    ):
+        assert "no input" in error_of(*command, "-o", output, "--overwrite")
+    assert {path: path.read_bytes() for path in Path().iterdir()} == before
+
+
+def test_a_default_output_that_cannot_be_written_is_refused_before_the_work(
+    smooth: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    for command in (("confirm", smooth), ("stitch", "tiny"), ("profile", "tiny")):
+        assert "expected a folder to write" in error_of(*command)
+
+
+def test_a_task_without_more_items_is_told_of_before_the_work() -> None:
+    rows = [{"prefix": f"text {index}", "suffix": "?", "answer": "Ann"} for index in range(20)]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    table = ("--task", "local", "--task-option", "path=rows.jsonl", "--operator", "copy")
+    base = ("profile", "tiny", *table, "--granularity", 4)
+    told = run(*base, "--items", 1, "-o", "one.json").stderr
+    assert "`droidkv confirm`" not in told
+    told = run(*base, "--items", 19, "-o", "all.json").stderr
+    assert "`droidkv confirm`" in told and told.index("--items") < told.index("profiling")
