@@ -153,17 +153,11 @@ def ask(
 def _picked(
     evidence: Sequence[Evidence], profile: Profile, max_loss: float | None
 ) -> tuple[Evidence, ReusePlan]:
-    from droidkv.policy import DEFAULT_MAX_LOSS, pick, pick_among
+    from droidkv.policy import pick, pick_among
 
     objective = choose_objective(profile, None)
-    if max_loss is None and objective != "score":
-        raise click.UsageError(
-            f"the loss is measured in {objective} here, which has no default limit; give "
-            f"--max-loss or --plan"
-        )
-    limit = DEFAULT_MAX_LOSS if max_loss is None else max_loss
     source, choice = pick_among(
-        evidence, lambda measured: pick(measured, limit, objective=objective)
+        evidence, lambda measured: pick(measured, max_loss, objective=objective)
     )
     return source, choice.plan
 

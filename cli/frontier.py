@@ -205,24 +205,19 @@ def pick(
     bounds.
     """
     from droidkv.optimism import loss_of_such_picks
-    from droidkv.policy import DEFAULT_MAX_LOSS, pick_among
     from droidkv.policy import pick as pick_plan
+    from droidkv.policy import pick_among
 
     path, profile, evidence = named_evidence(profile_name, unconfirmed)
     chosen = choose_objective(profile, objective)
-    if max_loss is None and chosen != "score":
-        raise click.UsageError(
-            f"the loss is measured in {chosen} here, which has no default limit; give --max-loss"
-        )
     workload, notes = workload_of(
         console, profile, prefix_tokens, suffix_tokens, bandwidth, calibration_file
     )
-    limit = DEFAULT_MAX_LOSS if max_loss is None else max_loss
     picked, choice = pick_among(
         evidence,
         lambda measured: pick_plan(
             measured,
-            limit,
+            max_loss,
             slo_ttft,
             bandwidth,
             workload.prefix_tokens,
@@ -234,7 +229,7 @@ def pick(
     )
     elsewhere = None
     if not picked.is_confirmed:
-        elsewhere = loss_of_such_picks(picked.profile, chosen, limit, operators)
+        elsewhere = loss_of_such_picks(picked.profile, chosen, choice.max_loss, operators)
     map_file = picked.map_file(choice.plan)
     value = {
         "profile": str(path),

@@ -168,8 +168,8 @@ def test_adapters_that_cannot_read_it_are_not_started(tmp_path: Path) -> None:
 
 
 def test_a_receiver_says_what_becomes_of_a_miss(profiled: Path) -> None:
-    base = ("receiver", "tiny", "--profile", profiled, "--store", "memory://x", "--print")
-    base += ("--max-loss", 10)
+    named = ("receiver", "tiny", "--profile", profiled, "--store", "memory://x")
+    base = (*named, "--max-loss", 10, "--print")
     for options, on_miss, policy in (
         ((), "own", "recompute"),
         (("--on-miss", "error", "--own-tokens", 300), "error", "fail"),
