@@ -169,10 +169,12 @@ def test_a_sweep_that_disagrees_is_found(
 def test_one_sweep_that_is_no_number_is_found(
     pair: tuple[LoadedModel, LoadedModel], monkeypatch: pytest.MonkeyPatch, figure: str
 ) -> None:
+    nan: dict[str, Any] = {figure: float("nan")}
+
     def loses_one(*args: Any) -> Any:
         results = sweep(*args)
         last = list(results)[-1]
-        return {**results, last: dataclasses.replace(results[last], **{figure: float("nan")})}
+        return {**results, last: dataclasses.replace(results[last], **nan)}
 
     monkeypatch.setattr("droidkv.oracles.sweep", loses_one)
     assert not oracles(pair).sweep().passed
