@@ -78,7 +78,7 @@ class MeasuredCalibration:
                 another version's.
         """
         fields = Fields(value, where, CalibrationError)
-        fields.take_version(SCHEMA_VERSION, "run `droidkv calibrate` again")
+        fields.take_version(SCHEMA_VERSION, "run `droidkv calibrate --overwrite`")
         shape = Fields(fields.take("shape", dict), f"{where}, shape", CalibrationError)
         measured = cls(
             calibration=Calibration.from_json(fields.take("calibration", dict)),
@@ -99,7 +99,7 @@ class MeasuredCalibration:
             raise CalibrationError(
                 f"{where}: expected the calibration to be of the model shape "
                 f"{measured.shape.digest}, got {measured.calibration.shape_digest}; "
-                f"run `droidkv calibrate` again"
+                f"run `droidkv calibrate --overwrite`"
             )
         return measured
 

@@ -116,7 +116,7 @@ def _check_identity(
         try:
             require_identity(profile, sender.fingerprint, receiver.fingerprint)
         except DroidKVError as error:
-            yield Check(name, "fail", str(error), f"run `droidkv profile {pair.name}` again")
+            yield Check(name, "fail", str(error), f"run `droidkv profile {pair.name} --overwrite`")
         else:
             yield Check(name, "ok", "of these very models")
 

@@ -36,8 +36,8 @@ class Choice:
             full prefill is faster than every good enough plan.
         claim_holds: Whether the items allow the claim that the loss is within the limit.
         lost_items: Where the interval tells too little, as of few items that are lost wholly: how
-            many are, of how many that the full prefill gets right. An exact bound is then asked of
-            the claim, too.
+            many are, of how many that the full prefill gets right; those over one prefix are one.
+            An exact bound is then asked of the claim, too.
         good_reuse: The cheapest reusing plan within `max_loss`, even if slower than the full
             prefill; None = no plan is good enough.
         fast_reuse: If nothing meets both limits: the plan of least loss within the SLO.
@@ -157,15 +157,15 @@ class Choice:
             )
         if self.claim_holds:
             return lines
-        if n == 1:
-            return [*lines, "not certain: one item says nothing of others; measure more items"]
-        if self.lost_items is not None and interval_allows(self.chosen, self.max_loss):
+        hidden = 0.0 if self.lost_items is None else 100 * share_bound(*self.lost_items)
+        if not interval_allows(self.chosen, self.max_loss):
+            reason = f"the interval reaches {self.amount(self.interval.high)}"
+        elif self.lost_items is not None and hidden > self.max_loss:
             num_lost, num_right = self.lost_items
             seen = f"{num_lost} of {num_right} items lost" if num_lost else "no loss seen"
-            hidden = 100 * share_bound(num_lost, num_right)
             reason = f"{seen}, but {hidden:.2g} % could hide behind {num_right} items"
         else:
-            reason = f"the interval reaches {self.amount(self.interval.high)}"
+            return [*lines, "not certain: one prefix says nothing of others; measure more"]
         lines.append(
             f"not certain: {reason}, more than {self.amount(self.max_loss)}; measure more items"
         )

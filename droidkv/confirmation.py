@@ -92,7 +92,7 @@ def all_evidence(path: Path, profile: Profile) -> list[Evidence]:
         if fields := _mismatches(profile, confirmed, has_own_map=made_by == "refine"):
             advice.append(
                 f"{each} is no confirmation of it, for it differs in {', '.join(fields)}: "
-                f"run `droidkv {made_by} {path}` again"
+                f"run `droidkv {made_by} {path} --overwrite`"
             )
         else:
             remark = f"picked by {confirmed.num_items} fresh items, in {each}"

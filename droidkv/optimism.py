@@ -25,8 +25,9 @@ def loss_of_such_picks(
     """What a plan loses on one half of the items that was picked on the other half.
 
     Half of the items, drawn at random, pick the cheapest plan within the limit, as `policy.pick`
-    does where cost is layers; its loss is taken on the other half. Mean over many drawings. Half
-    as many items pick worse than all would, so this is rather too large than too small.
+    does where cost is layers; its loss is taken on the other half. Items over one prefix stay
+    together. Mean over many drawings. Half as many items pick worse than all would, so this is
+    rather too large than too small.
 
     Args:
         profile: The profile.
@@ -38,7 +39,10 @@ def loss_of_such_picks(
     Returns:
         The loss in the objective's unit; None = there are too few items to say.
     """
-    n = profile.num_items
+    items_of: dict[str, list[int]] = {}
+    for index, item in enumerate(profile.items):
+        items_of.setdefault(item.group, []).append(index)
+    groups, n = [np.array(each) for each in items_of.values()], len(items_of)
     if n < LEAST_ITEMS:
         return None
     lost, whole = item_losses(profile, objective)
@@ -49,8 +53,9 @@ def loss_of_such_picks(
     random = np.random.default_rng(0)
     seen_loss = seen_whole = 0.0
     for _ in range(num_splits):
-        order = random.permutation(n)
-        mine, others = order[: n - n // 2], order[n - n // 2 :]
+        order = [groups[drawn] for drawn in random.permutation(n)]
+        mine = np.concatenate(order[: n - n // 2])
+        others = np.concatenate(order[n - n // 2 :])
         if whole[mine].sum() < LEAST_SCORE:
             continue
         losses = lost[:, mine].sum(axis=1) / whole[mine].sum()

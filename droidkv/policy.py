@@ -101,8 +101,9 @@ def pick(
     is_exact = chosen == full and profile.reference is None
     lost = _lost_items(profile, chosen) if objective == "score" and not is_exact else None
     bound = 0.0 if lost is None else 100 * share_bound(*lost)
-    # Resampling a single item gives it alone, and an interval of no width.
-    is_sure = profile.num_items > 1 and interval_allows(chosen, max_loss) and bound <= max_loss
+    # Resampling a single prefix gives it alone, and an interval of no width.
+    has_several = len({item.group for item in profile.items}) > 1
+    is_sure = has_several and interval_allows(chosen, max_loss) and bound <= max_loss
     choice = Choice(
         chosen=chosen,
         full=full,
@@ -216,12 +217,14 @@ def _lost_items(profile: Profile, chosen: Measurement) -> tuple[int, int] | None
     """How many items a plan loses, and of how many, where resampling tells too little of them.
 
     So it does of few that are lost wholly, and where all items lose the same or none loses: that
-    shows no loss, however few they are. An item that the full prefill gets wrong has none to lose.
+    shows no loss, however few they are. An item that the full prefill gets wrong has none to lose,
+    and those over one prefix, which are no evidence of their own, count as one.
     """
     scores = profile.record(chosen.plan).score
     losses = [i.full_score - (score or 0.0) for i, score in zip(profile.items, scores, strict=True)]
-    num_right = sum(item.full_score > 0 for item in profile.items)
+    num_right = len({item.group for item in profile.items if item.full_score > 0})
     if {*losses} <= {-1.0, 0.0, 1.0}:
-        return losses.count(1.0), num_right
+        losing = [i.group for i, loss in zip(profile.items, losses, strict=True) if loss == 1.0]
+        return len({*losing}), num_right
     none_seen = chosen.interval.low == chosen.interval.high or chosen.interval.high <= 0
     return (0, num_right) if none_seen else None

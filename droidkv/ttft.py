@@ -68,7 +68,7 @@ class Calibration:
             if not 0 <= value < float("inf"):
                 raise CalibrationError(
                     f"expected {name} to be a finite number of seconds >= 0, got {value!r}; "
-                    f"run `droidkv calibrate` again"
+                    f"run `droidkv calibrate --overwrite`"
                 )
 
     def to_json(self) -> dict[str, object]:
@@ -83,7 +83,7 @@ class Calibration:
                 another version's.
         """
         fields = Fields(value, "calibration", CalibrationError)
-        fields.take_version(CALIBRATION_SCHEMA_VERSION, "run `droidkv calibrate` again")
+        fields.take_version(CALIBRATION_SCHEMA_VERSION, "run `droidkv calibrate --overwrite`")
         calibration = cls(
             machine=fields.take("machine", str),
             device=fields.take("device", str),

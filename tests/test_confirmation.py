@@ -78,7 +78,9 @@ def test_a_trained_map_of_other_models_is_left_out_and_named(tmp_path: Path) -> 
     evidence = best_evidence(path, PROFILE)
     assert evidence.profile == confirmation()
     assert "tiny.refined.confirm.json is no confirmation" in evidence.remark
-    assert f"differs in receiver.weights: run `droidkv refine {path}`" in evidence.remark
+    assert (
+        f"differs in receiver.weights: run `droidkv refine {path} --overwrite`" in evidence.remark
+    )
 
 
 def test_a_confirmation_beside_the_profile_counts(tmp_path: Path) -> None:

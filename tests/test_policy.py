@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_profiles import FAST_LOAD, fingerprint, item, profile, record, smooth_profile
+from made_profiles import FAST_LOAD, fingerprint, item, profile, record, sha, smooth_profile
 
 from droidkv.confirmation import Evidence
 from droidkv.errors import CalibrationError, ProfileError
 from droidkv.frontier import pareto_front
 from droidkv.objectives import Workload, measure
+from droidkv.optimism import loss_of_such_picks
 from droidkv.plan import ReusePlan
 from droidkv.policy import Choice, pick, pick_among
 from droidkv.profile import ModelRecord, Profile
@@ -283,7 +284,23 @@ def test_one_item_allows_no_claim() -> None:
     )
     choice = pick(one, max_loss=0.2, objective="kl")
     assert (choice.reuses, choice.claim_holds) == (True, False)
-    assert any("one item says nothing" in line for line in choice.message)
+    assert any("one prefix says nothing" in line for line in choice.message)
+
+
+@pytest.mark.parametrize("num_prefixes", [1, 4, 40])
+def test_items_over_one_prefix_count_as_one(num_prefixes: int) -> None:
+    n = 120
+    items = [dataclasses.replace(item(i), prefix_digest=sha(i % num_prefixes)) for i in range(n)]
+    many = profile(
+        [record(ReusePlan.of(0, 0), [1.0] * n), record(ReusePlan.of(0, 4), [1.0] * n)],
+        items=tuple(items),
+        stitch=None,
+    )
+    choice = pick(many, max_loss=10)
+    assert choice.lost_items == (0, num_prefixes)
+    assert choice.claim_holds == (num_prefixes == 40)  # 7 % of the prefixes could be spoiled
+    halves = loss_of_such_picks(many, "score", 10)
+    assert (halves is None) == (num_prefixes == 1)
 
 
 def test_a_choice_survives_json() -> None:

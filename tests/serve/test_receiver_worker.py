@@ -273,7 +273,7 @@ def test_a_store_that_hangs_is_left_at_the_deadline_and_writes_no_more(
     result = steps_until_over(worker)
     assert time.monotonic() - began < 20  # when the store would let go
     assert result.reports["r"].reason == Fallback.LOAD_TIMEOUT
-    assert result.reports["r"].load_seconds >= 0.3
+    assert result.reports["r"].load_seconds > 0.2  # the deadline was set a moment before
     before = engine.keys.clone()
     release.set()
     time.sleep(0.2)
