@@ -117,7 +117,7 @@ def operator_option(help_text: str) -> Callable[[Decorated], Decorated]:
 
 
 overwrite_option = click.option(
-    "--overwrite", is_flag=True, help="Replace the file, if it is there already."
+    "--overwrite", is_flag=True, help="Replace the files, if they are there already."
 )
 
 profiled_pair_option = click.option(

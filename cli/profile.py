@@ -80,11 +80,14 @@ def profile(
     same command share the work.
     """
     from droidkv.pair import read_pair
+    from droidkv.profile import map_path
 
     pair = read_pair(pair_name)
     task = choose_task(pair, task_name, task_pairs)
     target = output or FOLDER / f"{output_stem(pair, task)}.json"
-    check_output(target, overwrite, *files_of(pair, task))
+    stitches = "stitch" in operators and pair.reference is None  # full share needs no map
+    beside = [map_path(target)] if stitches else []
+    check_output(target, overwrite, *files_of(pair, task), beside=beside)
 
     console.keeps_run_of(target)
 

@@ -16,7 +16,7 @@ from .options import (
     profile_file,
     profiled_pair_option,
 )
-from .places import check_output, files_of, pair_of, read_named_profile
+from .places import check_output, files_of_profile, pair_of, read_named_profile
 
 
 @click.command(
@@ -71,13 +71,15 @@ def refine(
     """
     from droidkv.confirmation import refined_path
     from droidkv.plan import ReusePlan
+    from droidkv.profile import map_path
 
     path, profile = read_named_profile(profile_name)
     groups = [ReusePlan.parse(text, profile.num_layers).group for text in plan_texts]
     plans = [ReusePlan.of(group.start, group.stop, "stitch") for group in groups]
     pair = pair_of(profile, pair_name)
     target = output or refined_path(path)
-    check_output(target, overwrite, path, *files_of(pair, profile.task))
+    inputs = files_of_profile(path, profile, pair)
+    check_output(target, overwrite, *inputs, beside=[map_path(target)])
 
     console.keeps_run_of(target)
 

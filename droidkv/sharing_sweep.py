@@ -12,7 +12,7 @@ from droidkv.profile import Profile
 from droidkv.profile_job import ProfileSettings
 from droidkv.profiler import profile_pair
 from droidkv.run_folder import Progress, no_progress
-from droidkv.sharing import sharing_plans
+from droidkv.sharing import naive_path, sharing_plans
 
 
 def sharing_sweep(
@@ -51,7 +51,7 @@ def sharing_sweep(
         settings, operators=("copy",), decode="all", plans=tuple(map(str, plans))
     )
     naive = dataclasses.replace(pair, receiver=pair.reference, reference=None)
-    outputs = {"naive": output.with_suffix(".naive.json"), "trained": output}
+    outputs = {"naive": naive_path(output), "trained": output}
     return {
         name: profile_pair(each, settings, outputs[name], on_progress, command)
         for name, each in (("naive", naive), ("trained", pair))
