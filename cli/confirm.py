@@ -12,9 +12,9 @@ from .frontier_table import summary
 from .options import (
     choose_objective,
     command_line,
+    confirmation_file,
     overwrite_option,
     profile_argument,
-    profile_file,
     profiled_pair_option,
 )
 from .places import check_output, files_of_profile, pair_of, read_named_profile
@@ -46,7 +46,7 @@ from .places import check_output, files_of_profile, pair_of, read_named_profile
 @click.option(
     "-o",
     "--output",
-    type=profile_file,
+    type=confirmation_file,
     help="The new profile. Default: NAME.confirm.json beside the profile.",
 )
 @overwrite_option

@@ -30,11 +30,13 @@ class OutputPath(click.Path):
 
     Args:
         suffix: What its name must end in, such as `.json`; empty = anything.
+        but_not: What it must not end in; empty = anything is right.
     """
 
-    def __init__(self, suffix: str = "") -> None:
+    def __init__(self, suffix: str = "", but_not: str = "") -> None:
         super().__init__(dir_okay=False, path_type=Path)
         self._suffix = suffix
+        self._but_not = but_not
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Refuse a path that cannot be written, or that nobody would take for what it is."""
@@ -43,9 +45,16 @@ class OutputPath(click.Path):
             require_writable(path)
         except StorageError as error:
             self.fail(str(error), param, ctx)
-        if self._suffix and path.suffix != self._suffix:
+        if not path.name[1:].endswith(self._suffix):  # something comes before it
             wanted = f"expected a file that ends in {self._suffix}, got {str(path)!r}"
             self.fail(wanted, param, ctx)
+        if self._but_not and path.name.endswith(self._but_not):
+            self.fail(
+                f"expected a file that does not end in {self._but_not}, by which what `droidkv "
+                f"confirm` and `refine` write is known, got {str(path)!r}",
+                param,
+                ctx,
+            )
         return path
 
 
@@ -53,7 +62,10 @@ _NUM_TOKENS = click.IntRange(1, 2**31 - 1)
 pair_argument = click.argument("pair_name", metavar="PAIR")
 profile_argument = click.argument("profile_name", metavar="PROFILE")
 output_file = OutputPath()
-profile_file = OutputPath(".json")  # commands know profiles by it
+# Commands know profiles by their names, and by `droidkv.confirmation` those of fresh items.
+profile_file = OutputPath(".json", but_not=".confirm.json")
+confirmation_file = OutputPath(".confirm.json")
+refined_file = OutputPath(".refined.confirm.json")
 trace_file = OutputPath(".json")
 picture_file = OutputPath(".png")
 output_folder = click.Path(file_okay=False, path_type=Path)

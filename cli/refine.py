@@ -13,8 +13,8 @@ from .options import (
     command_line,
     overwrite_option,
     profile_argument,
-    profile_file,
     profiled_pair_option,
+    refined_file,
 )
 from .places import check_output, files_of_profile, pair_of, read_named_profile
 
@@ -46,7 +46,7 @@ from .places import check_output, files_of_profile, pair_of, read_named_profile
 @click.option(
     "-o",
     "--output",
-    type=profile_file,
+    type=refined_file,
     help="The new profile. Default: NAME.refined.confirm.json beside the profile.",
 )
 @overwrite_option

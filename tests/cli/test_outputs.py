@@ -12,6 +12,8 @@ from pair_files import write_pair
 from droidkv.errors import StorageError
 from droidkv.profile import read_profile
 
+ENDINGS = {"confirm": ".confirm", "refine": ".refined.confirm"}
+
 
 @pytest.mark.parametrize(
     "command",
@@ -31,11 +33,28 @@ def test_a_measurement_that_is_there_is_kept_unless_told_otherwise(
     smooth: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("droidkv.loading.load_model", lambda *_: pytest.fail("loaded before"))
-    Path("there.json").write_text("kept")
+    there = Path(f"there{ENDINGS.get(command[0], '')}.json")
+    there.write_text("kept")
     arguments = [smooth if each == "PROFILE" else each for each in command]
-    message = error_of(*arguments, "-o", "there.json")
-    assert "there.json" in message and "--overwrite" in message
-    assert Path("there.json").read_text() == "kept"
+    message = error_of(*arguments, "-o", there)
+    assert str(there) in message and "--overwrite" in message
+    assert there.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("command", "output", "complaint"),
+    [
+        (("confirm", "PROFILE"), "fresh.json", "ends in .confirm.json, got 'fresh.json'"),
+        (("refine", "PROFILE", "--plan", "[1,3)"), "a.confirm.json", "in .refined.confirm.json,"),
+        (("profile", "tiny"), "a.confirm.json", "does not end in .confirm.json"),
+        (("search", "tiny"), "a.refined.confirm.json", "does not end in .confirm.json"),
+    ],
+)
+def test_confirmations_and_nothing_else_are_named_as_such(
+    smooth: Path, command: tuple[str, ...], output: str, complaint: str
+) -> None:
+    arguments = [smooth if each == "PROFILE" else each for each in command]
+    assert complaint in error_of(*arguments, "-o", output)
 
 
 def test_a_default_output_that_is_there_is_kept_too(tmp_path: Path) -> None:
@@ -124,11 +143,13 @@ def test_no_output_replaces_an_input(smooth: Path) -> None:
     rows = [{"prefix": f"text {index}", "suffix": "?", "answer": "Ann"} for index in range(20)]
     Path("rows.json").write_text(json.dumps(rows))
     Path("linked.json").symlink_to("rows.json")
+    for ending in ENDINGS.values():
+        Path(f"p{ending}.json").symlink_to("p.json")
     table = ("--task", "local", "--task-option", "path=rows.json")
     before = {path: path.read_bytes() for path in Path().iterdir()}
     for command, output in (
-        (("confirm", profile), "./p.json"),
-        (("refine", profile, "--plan", "[1,3)"), profile.absolute()),
+        (("confirm", profile), "./p.confirm.json"),
+        (("refine", profile, "--plan", "[1,3)"), Path("p.refined.confirm.json").absolute()),
         (("profile", "tiny", *table), "rows.json"),
         (("profile", "tiny", *table), "linked.json"),
         (("search", "tiny", "--probe", profile), profile),
