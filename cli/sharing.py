@@ -75,8 +75,10 @@ def sharing(
     pair = read_pair(pair_name)
     task = choose_task(pair, task_name, task_pairs)
     target = output or FOLDER / f"{output_stem(pair, task)}.sharing.json"
-    check_output(target, overwrite, *files_of(pair, task), beside=[naive_path(target)])
-    console.keeps_run_of(target)
+    naive_target = naive_path(target)
+    check_output(target, overwrite, *files_of(pair, task), beside=[naive_target])
+    for each in (naive_target, target):
+        console.keeps_run_of(each)
     settings = ProfileSettings(task=task, num_items=items, seed=seed, dtype=dtype, device=device)
     profiles = sharing_sweep(pair, settings, target, steps, console.progress, command_line())
     curves = sharing_curves(profiles)
