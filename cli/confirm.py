@@ -23,9 +23,9 @@ from .places import check_output, files_of_profile, pair_of, read_named_profile
 @click.command(
     cls=Command,
     examples="""
-    droidkv confirm smollm2-records --items 64
-    droidkv confirm smollm2-records --max-loss 5 --items 60
-    droidkv confirm smollm2-records --plan '[12,24)' --plan '[15,24)+stitch'
+    droidkv confirm mine.json --items 64
+    droidkv confirm mine.json --max-loss 5 --items 60
+    droidkv confirm smollm2-records --plan '[12,24)' --plan '[15,24)+stitch' -o my.confirm.json
     """,
 )
 @profile_argument

@@ -27,10 +27,10 @@ from .stitch import fit_options
 @click.command(
     cls=Command,
     examples="""
-    droidkv profile smollm2-records
-    droidkv profile smollm2-records --items 4 --granularity 3 --output /tmp/quick.json
-    droidkv profile smollm2-tools --operator copy --decode all
-    droidkv profile smollm2-records & droidkv profile smollm2-records   # share one run
+    droidkv profile smollm2-records -o mine.json
+    droidkv profile smollm2-records --items 4 --granularity 3 -o quick.json
+    droidkv profile smollm2-tools --operator copy --decode all -o tools.json
+    droidkv profile my-pair.toml & droidkv profile my-pair.toml   # share one run
     """,
 )
 @pair_argument

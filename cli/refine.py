@@ -22,8 +22,8 @@ from .places import check_output, files_of_profile, pair_of, read_named_profile
 @click.command(
     cls=Command,
     examples="""
-    droidkv refine smollm2-records --plan '[15,24)'
-    droidkv refine smollm2-records --plan '[15,24)' --plan '[17,24)' --steps 400 --items 120
+    droidkv refine smollm2-records --plan '[15,24)' -o my.refined.confirm.json
+    droidkv refine mine.json --plan '[15,24)' --plan '[17,24)' --steps 400 --items 120
     """,
 )
 @profile_argument
