@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
-
-from droidkv.errors import CalibrationError
 
 from .console import Console
 from .framework import Command
@@ -17,14 +13,6 @@ from .places import check_output
 from .progress import duration
 from .table import table
 from .units import SECONDS
-
-if TYPE_CHECKING:
-    from droidkv.calibration_file import MeasuredCalibration
-    from droidkv.objectives import Workload
-    from droidkv.profile import Profile
-
-# So many times longer than what losses were measured on, a prefix may lose otherwise.
-MUCH_LONGER = 4
 
 
 @click.command(
@@ -118,65 +106,3 @@ def calibrate(
         *table(("plan", "prefix tokens", "measured, s", "predicted, s"), rows),
     ]
     console.result({"file": str(path), **measured.to_json()}, lines)
-
-
-def workload_of(
-    console: Console,
-    profile: Profile,
-    prefix_tokens: int | None,
-    suffix_tokens: int | None,
-    bandwidth: float | None,
-    calibration_file: Path | None,
-) -> tuple[Workload, list[str]]:
-    """The request whose cost is asked for, and where what is said of it was not measured.
-
-    Args:
-        console: Is told the latter too.
-        profile: What is not given is as its items are.
-        prefix_tokens: Tokens both models share.
-        suffix_tokens: Tokens only the receiver sees.
-        bandwidth: Of the link, in bytes per second.
-        calibration_file: A calibration; None = this machine's for the profile's models, if any.
-
-    Raises:
-        CalibrationError: The file is missing or damaged, or there is a bandwidth without one.
-    """
-    from droidkv.objectives import Workload
-
-    measured = _calibration_for(profile, calibration_file)
-    if measured is None and bandwidth is not None:
-        raise CalibrationError(
-            "expected a calibration, since a bandwidth needs predicted seconds; run `droidkv "
-            "calibrate` first"
-        )
-    calibration = None if measured is None else measured.calibration
-    mean = Workload.of_items(profile, calibration, bandwidth)
-    workload = dataclasses.replace(
-        mean,
-        prefix_tokens=prefix_tokens or mean.prefix_tokens,
-        suffix_tokens=suffix_tokens or mean.suffix_tokens,
-    )
-    asked, longest = workload.prefix_tokens, max(item.prefix_tokens for item in profile.items)
-    notes = []
-    if measured is not None and asked > measured.max_prefix_tokens:
-        notes.append(
-            f"seconds are extrapolated: prefixes of up to {measured.max_prefix_tokens} tokens were "
-            f"timed, not of {asked}"
-        )
-    if asked > MUCH_LONGER * longest:
-        notes.append(
-            f"losses were measured on prefixes of up to {longest} tokens and may be others on "
-            f"{asked}"
-        )
-    for note in notes:
-        console.note(note)
-    return workload, notes
-
-
-def _calibration_for(profile: Profile, file: Path | None) -> MeasuredCalibration | None:
-    from droidkv.calibration_file import find_calibration, read_calibration
-
-    if file is not None:
-        return read_calibration(file)
-    made = profile.provenance
-    return find_calibration(profile.shape, made.device, made.dtype)

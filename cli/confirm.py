@@ -12,20 +12,20 @@ from .frontier_table import summary
 from .options import (
     choose_objective,
     command_line,
+    confirmation_file,
     overwrite_option,
     profile_argument,
-    profile_file,
     profiled_pair_option,
 )
-from .places import check_output, files_of, pair_of, read_named_profile
+from .places import check_output, files_of_profile, pair_of, read_named_profile
 
 
 @click.command(
     cls=Command,
     examples="""
-    droidkv confirm smollm2-records --items 64
-    droidkv confirm smollm2-records --max-loss 5 --items 60
-    droidkv confirm smollm2-records --plan '[12,24)' --plan '[15,24)+stitch'
+    droidkv confirm mine.json --items 64
+    droidkv confirm mine.json --max-loss 5 --items 60
+    droidkv confirm smollm2-records --plan '[12,24)' --plan '[15,24)+stitch' -o my.confirm.json
     """,
 )
 @profile_argument
@@ -46,7 +46,7 @@ from .places import check_output, files_of, pair_of, read_named_profile
 @click.option(
     "-o",
     "--output",
-    type=profile_file,
+    type=confirmation_file,
     help="The new profile. Default: NAME.confirm.json beside the profile.",
 )
 @overwrite_option
@@ -70,8 +70,9 @@ def confirm(
     if plan_texts and max_loss is not None:
         raise click.UsageError("--max-loss chooses plans, so it cannot go with --plan")
     from droidkv.candidates import plans_to_confirm
-    from droidkv.confirmation import confirmation_path
+    from droidkv.confirmation import confirmation_path, shared_map
     from droidkv.plan import ReusePlan
+    from droidkv.profile import map_path
 
     path, profile = read_named_profile(profile_name)
     plans = [ReusePlan.parse(text, profile.num_layers) for text in plan_texts]
@@ -79,7 +80,10 @@ def confirm(
         plans = plans_to_confirm(profile, choose_objective(profile, None), max_loss)
     pair = pair_of(profile, pair_name)
     target = output or confirmation_path(path)
-    check_output(target, overwrite, path, *files_of(pair, profile.task))
+    stitches = any(plan.operator == "stitch" for plan in plans)
+    makes_map = stitches and shared_map(target, path, profile) is None
+    beside = [map_path(target)] if makes_map else []
+    check_output(target, overwrite, *files_of_profile(path, profile, pair), beside=beside)
 
     console.keeps_run_of(target)
 

@@ -25,12 +25,15 @@ class Console:
     def __init__(self) -> None:
         self.json = False
         self.quiet = False
-        self._kept: tuple[Path, str] | None = None
+        self._kept: dict[Path, str] = {}
         self._progress: Progress | None = None
 
     def keeps(self, place: Path, hint: str) -> None:
-        """From here on, what is finished lies in a place, once it is there; says how to go on."""
-        self._kept = place, hint
+        """From here on, what is finished lies in a place, once it is there; says how to go on.
+
+        There may be several, one after the other.
+        """
+        self._kept[place] = hint
 
     def keeps_run_of(self, target: Path) -> None:
         """From here on, finished steps lie in the run folder of this output."""
@@ -41,9 +44,7 @@ class Console:
     @property
     def resume_hint(self) -> str:
         """What to say after Ctrl-C or on a full disk; empty where nothing unfinished is kept."""
-        if self._kept is None or not self._kept[0].exists():
-            return ""
-        return self._kept[1]
+        return next((hint for place, hint in self._kept.items() if place.exists()), "")
 
     def result(self, value: Mapping[str, Any], lines: Iterable[str]) -> None:
         """Print the command's result, as JSON or for people. Once per run."""

@@ -87,7 +87,7 @@ class Root(Group):
             code = exits.INTERRUPTED
             console.error("Interrupted", f"interrupted; {_how_to_go_on(console)}", code)
         except _Ended as ended:
-            code = ended.exit_code
+            code = ended.code
             with suppress(OSError):  # of a terminal that is gone
                 console.error("Interrupted", f"{ended}; {_how_to_go_on(console)}", code)
         except click.ClickException as error:
@@ -110,9 +110,11 @@ class Root(Group):
 class _Ended(SystemExit):
     """The process was told to end, by a signal."""
 
+    code: int
+
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
-        self.exit_code, self.number = 128 + number, number
+        self.number = number
 
     def __str__(self) -> str:
         return f"ended by {signal.Signals(self.number).name}"

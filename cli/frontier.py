@@ -10,7 +10,6 @@ import click
 from droidkv.errors import CalibrationError
 
 from . import exits
-from .calibrate import workload_of
 from .console import Console
 from .framework import Group
 from .frontier_table import diff_lines, frontier_rows, header_lines, point_lines
@@ -21,6 +20,7 @@ from .options import (
     output_folder,
     profile_argument,
     unconfirmed_option,
+    workload_of,
     workload_options,
 )
 from .places import named_evidence, read_named_profile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from droidkv.errors import StorageError, unknown_name
+from droidkv.errors import CalibrationError, StorageError, unknown_name
 
+from .console import Console
 from .places import require_writable
 from .units import BANDWIDTH
 
 if TYPE_CHECKING:
-    from droidkv.objectives import Objective
+    from droidkv.calibration_file import MeasuredCalibration
+    from droidkv.objectives import Objective, Workload
     from droidkv.pair import Pair, TaskRef
     from droidkv.profile import Profile
 
@@ -30,11 +33,13 @@ class OutputPath(click.Path):
 
     Args:
         suffix: What its name must end in, such as `.json`; empty = anything.
+        but_not: What it must not end in; empty = anything is right.
     """
 
-    def __init__(self, suffix: str = "") -> None:
+    def __init__(self, suffix: str = "", but_not: str = "") -> None:
         super().__init__(dir_okay=False, path_type=Path)
         self._suffix = suffix
+        self._but_not = but_not
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Refuse a path that cannot be written, or that nobody would take for what it is."""
@@ -43,17 +48,30 @@ class OutputPath(click.Path):
             require_writable(path)
         except StorageError as error:
             self.fail(str(error), param, ctx)
-        if self._suffix and path.suffix != self._suffix:
+        if not path.name[1:].endswith(self._suffix):  # something comes before it
             wanted = f"expected a file that ends in {self._suffix}, got {str(path)!r}"
             self.fail(wanted, param, ctx)
+        if self._but_not and path.name.endswith(self._but_not):
+            self.fail(
+                f"expected a file that does not end in {self._but_not}, by which what `droidkv "
+                f"confirm` and `refine` write is known, got {str(path)!r}",
+                param,
+                ctx,
+            )
         return path
 
+
+# So many times longer than what losses were measured on, a prefix may lose otherwise.
+MUCH_LONGER = 4
 
 _NUM_TOKENS = click.IntRange(1, 2**31 - 1)
 pair_argument = click.argument("pair_name", metavar="PAIR")
 profile_argument = click.argument("profile_name", metavar="PROFILE")
 output_file = OutputPath()
-profile_file = OutputPath(".json")  # commands know profiles by it
+# Commands know profiles by their names, and by `droidkv.confirmation` those of fresh items.
+profile_file = OutputPath(".json", but_not=".confirm.json")
+confirmation_file = OutputPath(".confirm.json")
+refined_file = OutputPath(".refined.confirm.json")
 trace_file = OutputPath(".json")
 picture_file = OutputPath(".png")
 output_folder = click.Path(file_okay=False, path_type=Path)
@@ -117,7 +135,7 @@ def operator_option(help_text: str) -> Callable[[Decorated], Decorated]:
 
 
 overwrite_option = click.option(
-    "--overwrite", is_flag=True, help="Replace the file, if it is there already."
+    "--overwrite", is_flag=True, help="Replace the files, if they are there already."
 )
 
 profiled_pair_option = click.option(
@@ -186,3 +204,65 @@ def choose_objective(profile: Profile, name: str | None) -> Objective:
     raise click.BadParameter(
         unknown_name("objective", name, OBJECTIVES), param_hint="'--objective'"
     )
+
+
+def workload_of(
+    console: Console,
+    profile: Profile,
+    prefix_tokens: int | None,
+    suffix_tokens: int | None,
+    bandwidth: float | None,
+    calibration_file: Path | None,
+) -> tuple[Workload, list[str]]:
+    """The request whose cost is asked for, and where what is said of it was not measured.
+
+    Args:
+        console: Is told the latter too.
+        profile: What is not given is as its items are.
+        prefix_tokens: Tokens both models share.
+        suffix_tokens: Tokens only the receiver sees.
+        bandwidth: Of the link, in bytes per second.
+        calibration_file: A calibration; None = this machine's for the profile's models, if any.
+
+    Raises:
+        CalibrationError: The file is missing or damaged, or there is a bandwidth without one.
+    """
+    from droidkv.objectives import Workload
+
+    measured = _calibration_for(profile, calibration_file)
+    if measured is None and bandwidth is not None:
+        raise CalibrationError(
+            "expected a calibration, since a bandwidth needs predicted seconds; run `droidkv "
+            "calibrate` first"
+        )
+    calibration = None if measured is None else measured.calibration
+    mean = Workload.of_items(profile, calibration, bandwidth)
+    workload = dataclasses.replace(
+        mean,
+        prefix_tokens=prefix_tokens or mean.prefix_tokens,
+        suffix_tokens=suffix_tokens or mean.suffix_tokens,
+    )
+    asked, longest = workload.prefix_tokens, max(item.prefix_tokens for item in profile.items)
+    notes = []
+    if measured is not None and asked > measured.max_prefix_tokens:
+        notes.append(
+            f"seconds are extrapolated: prefixes of up to {measured.max_prefix_tokens} tokens were "
+            f"timed, not of {asked}"
+        )
+    if asked > MUCH_LONGER * longest:
+        notes.append(
+            f"losses were measured on prefixes of up to {longest} tokens and may be others on "
+            f"{asked}"
+        )
+    for note in notes:
+        console.note(note)
+    return workload, notes
+
+
+def _calibration_for(profile: Profile, file: Path | None) -> MeasuredCalibration | None:
+    from droidkv.calibration_file import find_calibration, read_calibration
+
+    if file is not None:
+        return read_calibration(file)
+    made = profile.provenance
+    return find_calibration(profile.shape, made.device, made.dtype)

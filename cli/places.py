@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,31 +119,43 @@ def require_writable(path: Path) -> None:
         raise StorageError(f"expected a folder to write {path.name!r} in, got {there}")
 
 
-def check_output(target: Path, overwrite: bool, *inputs: object) -> None:
+def check_output(
+    target: Path, overwrite: bool, *inputs: object, beside: Sequence[Path] = ()
+) -> None:
     """Refuse, before any work, to write over what would be missed.
 
     Args:
         target: The file to be written when all is done.
-        overwrite: Whether a file that is there may be replaced.
+        overwrite: Whether files that are there may be replaced.
         inputs: Files that the command reads, which are never replaced; None = there is none.
+        beside: Files that are written with it. An unfinished run may have left its own.
 
     Raises:
-        StorageError: The file is an input, is there already, or cannot be written.
+        StorageError: A file is an input or is there already, or the target cannot be written.
     """
     require_writable(target)
-    read = (os.path.realpath(str(each)) for each in inputs if each is not None)
-    if os.path.realpath(target) in read:
-        raise StorageError(
-            f"expected an output that is no input, got {target}, which this command reads; "
-            "choose another file"
-        )
-    if target.exists() and not overwrite:
-        raise StorageError(
-            f"expected no file at {target}, but one is there; give --overwrite to replace it, or "
-            "choose another file by -o"
-        )
+    read = {os.path.realpath(str(each)) for each in inputs if each is not None}
+    for file in (target, *beside):
+        if os.path.realpath(file) in read:
+            raise StorageError(
+                f"expected an output that is no input, got {file}, which this command reads; "
+                "choose another file"
+            )
+    is_begun = target.with_suffix(".run").exists()
+    for file in [target] if is_begun else [target, *beside]:
+        if file.exists() and not overwrite:
+            raise StorageError(
+                f"expected no file at {file}, but one is there; give --overwrite to replace it, or "
+                "choose another file by -o"
+            )
 
 
 def files_of(pair: Pair, task: TaskRef | TaskRecord) -> tuple[object, object]:
     """What a command reads for a pair and a task: the pair's file and the task's table, if any."""
     return pair.path, task.options.get("path")
+
+
+def files_of_profile(path: Path, profile: Profile, pair: Pair) -> tuple[object, ...]:
+    """What a command reads that goes by a profile: it, its map, and what `files_of` names."""
+    fitted = None if profile.stitch is None else path.with_name(profile.stitch.file)
+    return path, fitted, *files_of(pair, profile.task)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 @click.command(
     cls=Command,
     examples="""
-    droidkv probe smollm2-records
-    droidkv probe smollm2-needle --items 32 --compare profiles/smollm2-records.probe.json
+    droidkv probe smollm2-records -o mine.probe.json
+    droidkv probe smollm2-needle --compare profiles/smollm2-records.probe.json -o my.probe.json
     """,
 )
 @pair_argument

@@ -27,10 +27,10 @@ from .stitch import fit_options
 @click.command(
     cls=Command,
     examples="""
-    droidkv profile smollm2-records
-    droidkv profile smollm2-records --items 4 --granularity 3 --output /tmp/quick.json
-    droidkv profile smollm2-tools --operator copy --decode all
-    droidkv profile smollm2-records & droidkv profile smollm2-records   # share one run
+    droidkv profile smollm2-records -o mine.json
+    droidkv profile smollm2-records --items 4 --granularity 3 -o quick.json
+    droidkv profile smollm2-tools --operator copy --decode all -o tools.json
+    droidkv profile my-pair.toml & droidkv profile my-pair.toml   # share one run
     """,
 )
 @pair_argument
@@ -80,11 +80,14 @@ def profile(
     same command share the work.
     """
     from droidkv.pair import read_pair
+    from droidkv.profile import map_path
 
     pair = read_pair(pair_name)
     task = choose_task(pair, task_name, task_pairs)
     target = output or FOLDER / f"{output_stem(pair, task)}.json"
-    check_output(target, overwrite, *files_of(pair, task))
+    stitches = "stitch" in operators and pair.reference is None  # full share needs no map
+    beside = [map_path(target)] if stitches else []
+    check_output(target, overwrite, *files_of(pair, task), beside=beside)
 
     console.keeps_run_of(target)
 

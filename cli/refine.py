@@ -13,17 +13,17 @@ from .options import (
     command_line,
     overwrite_option,
     profile_argument,
-    profile_file,
     profiled_pair_option,
+    refined_file,
 )
-from .places import check_output, files_of, pair_of, read_named_profile
+from .places import check_output, files_of_profile, pair_of, read_named_profile
 
 
 @click.command(
     cls=Command,
     examples="""
-    droidkv refine smollm2-records --plan '[15,24)'
-    droidkv refine smollm2-records --plan '[15,24)' --plan '[17,24)' --steps 400 --items 120
+    droidkv refine smollm2-records --plan '[15,24)' -o my.refined.confirm.json
+    droidkv refine mine.json --plan '[15,24)' --plan '[17,24)' --steps 400 --items 120
     """,
 )
 @profile_argument
@@ -46,7 +46,7 @@ from .places import check_output, files_of, pair_of, read_named_profile
 @click.option(
     "-o",
     "--output",
-    type=profile_file,
+    type=refined_file,
     help="The new profile. Default: NAME.refined.confirm.json beside the profile.",
 )
 @overwrite_option
@@ -71,13 +71,15 @@ def refine(
     """
     from droidkv.confirmation import refined_path
     from droidkv.plan import ReusePlan
+    from droidkv.profile import map_path
 
     path, profile = read_named_profile(profile_name)
     groups = [ReusePlan.parse(text, profile.num_layers).group for text in plan_texts]
     plans = [ReusePlan.of(group.start, group.stop, "stitch") for group in groups]
     pair = pair_of(profile, pair_name)
     target = output or refined_path(path)
-    check_output(target, overwrite, path, *files_of(pair, profile.task))
+    inputs = files_of_profile(path, profile, pair)
+    check_output(target, overwrite, *inputs, beside=[map_path(target)])
 
     console.keeps_run_of(target)
 

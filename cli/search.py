@@ -102,11 +102,13 @@ def search(
     given a larger budget and --overwrite, goes on.
     """
     from droidkv.pair import read_pair
+    from droidkv.profile import map_path
 
     pair = read_pair(pair_name)
     task = choose_task(pair, task_name, task_pairs)
     target = output or FOLDER / f"{output_stem(pair, task)}.search.json"
-    check_output(target, overwrite, *files_of(pair, task), probe_file)
+    beside = [map_path(target)] if "stitch" in operators else []
+    check_output(target, overwrite, *files_of(pair, task), probe_file, beside=beside)
     first_plans = [] if probe_file is None else _suggested(probe_file, operators)
 
     study = target.with_suffix(".study.db")

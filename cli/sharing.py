@@ -69,14 +69,16 @@ def sharing(
     from droidkv.pair import read_pair
     from droidkv.plots import plot_sharing
     from droidkv.profile_job import ProfileSettings
-    from droidkv.sharing import sharing_curves
+    from droidkv.sharing import naive_path, sharing_curves
     from droidkv.sharing_sweep import sharing_sweep
 
     pair = read_pair(pair_name)
     task = choose_task(pair, task_name, task_pairs)
     target = output or FOLDER / f"{output_stem(pair, task)}.sharing.json"
-    check_output(target, overwrite, *files_of(pair, task))
-    console.keeps_run_of(target)
+    naive_target = naive_path(target)
+    check_output(target, overwrite, *files_of(pair, task), beside=[naive_target])
+    for each in (naive_target, target):
+        console.keeps_run_of(each)
     settings = ProfileSettings(task=task, num_items=items, seed=seed, dtype=dtype, device=device)
     profiles = sharing_sweep(pair, settings, target, steps, console.progress, command_line())
     curves = sharing_curves(profiles)

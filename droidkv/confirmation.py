@@ -55,6 +55,14 @@ def refined_path(profile_file: Path) -> Path:
     return profile_file.with_name(f"{profile_file.stem}.refined{_SUFFIX}")
 
 
+def shared_map(output: Path, profile_file: Path, profile: Profile) -> Path | None:
+    """The profile's map, where a confirmation written to `output` names it too: in its folder."""
+    if profile.stitch is None:
+        return None
+    file = profile_file.with_name(profile.stitch.file)
+    return file if file.resolve().parent == output.resolve().parent else None
+
+
 def require_unconfirmed(path: Path) -> None:
     """Refuse to confirm a confirmation: the items that chose its plans are not among its own.
 

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from droidkv.costs import ModelShape
@@ -42,6 +43,7 @@ __all__ = [
     "Provenance",
     "StitchRecord",
     "TaskRecord",
+    "map_path",
     "profile_from_json",
     "profile_to_json",
     "read_profile",
@@ -152,6 +154,11 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
         StorageError: It could not be read.
     """
     return profile_from_json(read_json(path, ProfileError), str(path))
+
+
+def map_path(profile_file: Path) -> Path:
+    """Where a profile's stitching map is written: `NAME.stitch.safetensors` beside `NAME.json`."""
+    return profile_file.with_suffix(".stitch.safetensors")
 
 
 def write_profile(path: str | os.PathLike[str], profile: Profile) -> None:

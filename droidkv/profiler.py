@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from droidkv.confirmation import require_unconfirmed
+from droidkv.confirmation import require_unconfirmed, shared_map
 from droidkv.estimate import estimate_items, sweep_prefills
 from droidkv.loading import load_pair, load_reference
 from droidkv.pair import Pair, TaskRef
 from droidkv.plan import ReusePlan
-from droidkv.profile import Profile, read_profile, write_profile
+from droidkv.profile import Profile, map_path, read_profile, write_profile
 from droidkv.profile_job import Job, ProfileSettings, load_map
 from droidkv.refine import RefineItem, RefineSettings, check_refinable, refine_stitch
 from droidkv.run_folder import Progress, RunFolder, no_progress
@@ -84,11 +84,11 @@ def profile_pair(
 
 def keep_map(job: Job, stitch: StitchMap, output: Path) -> Path:
     """The map's file beside the output: the confirmed profile's own where that lies there too."""
-    if job.confirmed is not None and job.confirmed.stitch is not None and not job.settings.refine:
-        shared = Path(job.settings.confirms or "").parent / job.confirmed.stitch.file
-        if shared.resolve().parent == output.resolve().parent:
+    if job.confirmed is not None and not job.settings.refine:
+        shared = shared_map(output, Path(job.settings.confirms or ""), job.confirmed)
+        if shared is not None:
             return shared
-    map_file = output.with_suffix(".stitch.safetensors")
+    map_file = map_path(output)
     stitch.save(map_file)
     return map_file
 

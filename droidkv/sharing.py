@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -35,6 +36,11 @@ class SharingPoint:
     score: float
     interval: Interval
     kl: float
+
+
+def naive_path(output: Path) -> Path:
+    """Where the naive receiver's profile lies: `NAME.naive.json` beside `NAME.json`."""
+    return output.with_suffix(".naive.json")
 
 
 def sharing_plans(num_layers: int, num_steps: int) -> list[ReusePlan]:

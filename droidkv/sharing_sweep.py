@@ -8,11 +8,11 @@ from pathlib import Path
 from droidkv.errors import PairError
 from droidkv.model_identity import load_config
 from droidkv.pair import Pair
-from droidkv.profile import Profile
+from droidkv.profile import Profile, read_profile
 from droidkv.profile_job import ProfileSettings
 from droidkv.profiler import profile_pair
 from droidkv.run_folder import Progress, no_progress
-from droidkv.sharing import sharing_plans
+from droidkv.sharing import naive_path, sharing_plans
 
 
 def sharing_sweep(
@@ -51,8 +51,14 @@ def sharing_sweep(
         settings, operators=("copy",), decode="all", plans=tuple(map(str, plans))
     )
     naive = dataclasses.replace(pair, receiver=pair.reference, reference=None)
-    outputs = {"naive": output.with_suffix(".naive.json"), "trained": output}
+
+    def measured(each: Pair, file: Path) -> Profile:
+        return profile_pair(each, settings, file, on_progress, command)
+
+    naive_file = naive_path(output)
+    # A trained half is begun behind its naive one, and goes on only with the same settings.
+    is_halfway = output.with_suffix(".run").exists() and naive_file.exists()
     return {
-        name: profile_pair(each, settings, outputs[name], on_progress, command)
-        for name, each in (("naive", naive), ("trained", pair))
+        "naive": read_profile(naive_file) if is_halfway else measured(naive, naive_file),
+        "trained": measured(pair, output),
     }

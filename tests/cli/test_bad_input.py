@@ -278,32 +278,34 @@ def test_a_full_disk_amid_long_work_loses_nothing_finished(
     profiled: Path, command: tuple[object, ...]
 ) -> None:
     step = "probe" if command[0] == "probe" else "sweep"
+    name = "a.confirm" if command[0] == "confirm" else "a"
     result = on_a_small_disk(
-        f'"$@" || echo $? && stat -c "%n %Y" disk/a.run/{step}-*.json > full'
+        f'"$@" || echo $? && stat -c "%n %Y" disk/{name}.run/{step}-*.json > full'
         " && mount -o remount,size=10m disk"
-        ' && "$@" && ls disk/a.json',
+        f' && "$@" && ls disk/{name}.json',
         *(profiled if each == "PROFILE" else each for each in command),
-        *("-o", "disk/a.json", "-q"),
+        *("-o", f"disk/{name}.json", "-q"),
     )
     assert result.returncode == 0, result.stderr
     assert "the disk is full" in result.stderr and "Traceback" not in result.stderr
-    assert "nothing is lost" in result.stderr and "disk/a.run" in result.stderr
-    assert result.stdout.startswith("2\n") and result.stdout.endswith("\ndisk/a.json\n")
+    assert "nothing is lost" in result.stderr and f"disk/{name}.run" in result.stderr
+    assert result.stdout.startswith("2\n") and result.stdout.endswith(f"\ndisk/{name}.json\n")
     assert 0 < len(Path("full").read_text().splitlines()) < 9
 
 
 def test_a_full_disk_amid_refining_keeps_the_plans_that_were_trained(profiled: Path) -> None:
+    name = "a.refined.confirm"
     result = on_a_small_disk(
-        '"$@" > first || echo $?; ls disk/a.run > kept; mount -o remount,size=10m disk'
+        f'"$@" > first || echo $?; ls disk/{name}.run > kept; mount -o remount,size=10m disk'
         ' && "$@" > second && ls disk',
         *("refine", profiled, "--plan", "[1,3)", "--plan", "[2,4)", "--items", 2),
-        *("--calibration-items", 2, "--steps", 2, "-o", "disk/a.json", "-q"),
+        *("--calibration-items", 2, "--steps", 2, "-o", f"disk/{name}.json", "-q"),
         size="160k",  # one trained map needs 100 KiB
     )
     assert result.returncode == 0, result.stderr
     assert "the disk is full" in result.stderr and "Traceback" not in result.stderr
     assert "nothing is lost" in result.stderr
-    assert result.stdout.split() == ["2", "a.json", "a.stitch.safetensors"]
+    assert result.stdout.split() == ["2", f"{name}.json", f"{name}.stitch.safetensors"]
     kept = Path("kept").read_text().split()
     assert {name for name in kept if name.endswith((".json", ".safetensors"))} == {
         "settings.json",

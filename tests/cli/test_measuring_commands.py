@@ -36,7 +36,7 @@ def test_probes_of_other_layers_are_not_compared_with(tmp_path: Path) -> None:
 def test_long_work_says_before_how_long_it_takes_and_then_how_far_it_is(
     profiled: Path, tmp_path: Path
 ) -> None:
-    confirmed, probed = (("-o", tmp_path / name) for name in ("c.json", "p.json"))
+    confirmed, probed = (("-o", tmp_path / name) for name in ("c.confirm.json", "p.json"))
     confirm = ("confirm", profiled, "--items", 1, "--plan", "none", *confirmed)
     for arguments, estimate, last in (
         (confirm, "the sweep", "sweep 1/1"),

@@ -122,7 +122,8 @@ def test_an_interrupted_command_goes_on_where_it_was(
     profiled: Path, command: tuple[str, ...], step: str, tmp_path: Path
 ) -> None:
     arguments = [str(profiled) if each == "PROFILE" else each for each in command]
-    arguments += ["--items", "3", "-o", "out.json"]
+    name = {"confirm": "out.confirm", "refine": "out.refined.confirm"}.get(command[0], "out")
+    arguments += ["--items", "3", "-o", f"{name}.json"]
     original = resolve_name(step)
     done: list[int] = []
 
@@ -140,12 +141,12 @@ def test_an_interrupted_command_goes_on_where_it_was(
         patch.setattr(step, interrupted)
         told = run(*arguments, code=130)
         assert told.stdout == "" and "Traceback" not in told.stderr
-        assert "nothing is lost" in told.stderr and "out.run" in told.stderr
-        assert not Path("out.json").exists()
+        assert "nothing is lost" in told.stderr and f"{name}.run" in told.stderr
+        assert not Path(f"{name}.json").exists()
         patch.setattr(step, recorded)
         run(*arguments)
     assert done == [0, 1, 2]
-    assert Path("out.json").is_file() and not Path("out.run").exists()
+    assert Path(f"{name}.json").is_file() and not Path(f"{name}.run").exists()
 
 
 @pytest.mark.parametrize("command", ["profile", "search"])
@@ -163,7 +164,8 @@ def test_interrupted_before_the_first_step_there_is_nothing_to_go_on_from(
 def test_interrupting_a_refinement_keeps_the_plans_that_were_trained(
     profiled: Path, tmp_path: Path
 ) -> None:
-    arguments = [*("refine", profiled, "--items", 1, *TRAINING, "-o", "out.json")]
+    made_file = Path("out.refined.confirm.json")
+    arguments = [*("refine", profiled, "--items", 1, *TRAINING, "-o", made_file)]
     arguments += [each for start in (1, 2, 3) for each in ("--plan", f"[{start},4)")]
     trained: list[str] = []
 
@@ -183,7 +185,7 @@ def test_interrupting_a_refinement_keeps_the_plans_that_were_trained(
         run(*arguments)
     assert trained == ["[1,4)+stitch", "[2,4)+stitch", "[3,4)+stitch"]
     fitted = load_map(profiled, read_profile(profiled))
-    made = load_map(Path("out.json"), read_profile("out.json"))
+    made = load_map(made_file, read_profile(made_file))
     for start in (1, 2, 3):
         assert not torch.equal(fitted.up[start], made.up[start])
 
@@ -202,7 +204,8 @@ def test_stitch_fits_a_map_that_helps_on_unseen_items(tmp_path: Path) -> None:
 
 def test_confirm_measures_on_fresh_items(profiled: Path, tmp_path: Path) -> None:
     value = run_json(
-        *("confirm", profiled, "--items", 2, "--plan", "[2,4)+stitch", "-o", tmp_path / "c.json")
+        *("confirm", profiled, "--items", 2, "--plan", "[2,4)+stitch"),
+        *("-o", tmp_path / "c.confirm.json"),
     )
     fresh, old = read_profile(value["profile"]), read_profile(profiled)
     assert {str(m.plan) for m in fresh.measurements} == {"[0,0)", "[0,4)", "[2,4)+stitch"}

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 from command_line import run, run_json
 
 import droidkv
@@ -48,6 +51,23 @@ def test_help_has_examples_of_this_very_command(path: tuple[str, ...]) -> None:
     assert examples
     for line in examples:
         assert f"droidkv {' '.join(path)}" in line
+
+
+@pytest.mark.parametrize("name", ["profile", "confirm", "refine", "probe", "search", "sharing"])
+def test_examples_do_not_write_over_what_is_shipped(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they are refused where the README says to run them."""
+
+    def ended(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("droidkv.loading.load_model", ended)
+    monkeypatch.setattr("droidkv.cli.probe._require_same_layers", lambda *_: None)
+    (tmp_path / "profiles").symlink_to(Path(__file__).parents[2] / "profiles")
+    for example in re.split(r"[\n&]", getattr(COMMANDS[(name,)], "examples", "").strip()):
+        arguments = shlex.split(example, comments=True)[1:]
+        assert "--overwrite" not in CliRunner().invoke(main, arguments).output
 
 
 @pytest.mark.parametrize("path", COMMANDS)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import SMALL, error_of, run, run_json
@@ -9,6 +10,7 @@ from pair_files import write_pair
 pytest.importorskip("peft")
 
 from droidkv.pair import read_pair
+from droidkv.profile_job import Job
 from droidkv.training.curve import Curve
 
 BASE = "tiny:llama?seed=0&layers=2"
@@ -59,6 +61,33 @@ def test_full_share_writes_a_pair_that_profiles(tmp_path: Path, arguments: tuple
         "sharing", made.path, *SMALL[:-2], "--steps", "2", "-o", tmp_path / "sharing.json"
     )
     assert [point["shared_layers"] for point in shown["curves"]["trained"]] == [0, 1, 2]
+
+
+def test_an_interrupted_sharing_goes_on_in_either_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = write_plain(tmp_path)
+    run_json("train", "plain", pair)
+    made = run_json("train", "prefillshare", pair)["pair_file"]
+    target = tmp_path / "x.sharing.json"
+    arguments = ("sharing", made, *SMALL[:-2], "--steps", 2, "-o", target)
+    sweep_item = Job.sweep_item
+    done: list[tuple[str, int]] = []
+    ends = [1, 3]
+
+    def interrupted(job: Job, index: int, *rest: Any) -> Any:
+        if ends and len(done) == ends[0]:
+            raise KeyboardInterrupt
+        done.append(("naive" if job.reference is None else "trained", index))
+        return sweep_item(job, index, *rest)
+
+    monkeypatch.setattr("droidkv.profile_job.Job.sweep_item", interrupted)
+    for folder in ("x.sharing.naive.run", "x.sharing.run"):
+        told = run(*arguments, code=130).stderr
+        assert "nothing is lost" in told and f"{tmp_path / folder};" in told
+        ends.pop(0)
+    run(*arguments)
+    assert done == [(half, index) for half in ("naive", "trained") for index in (0, 1)]
 
 
 def test_a_pair_that_was_made_is_trained_again_by_its_own_file(tmp_path: Path) -> None:
