@@ -31,8 +31,7 @@ from droidkv.serve.threads import keep_to_one_core
 _GIB = 1024**3
 # Layer ids of E objects in LMCache's keys start here, past every model's layers.
 _FIRST_HIDDEN_LAYER = 100_000
-_NUM_THREADS = 8
-_LOOKUP_THREADS = 4
+_NUM_THREADS = 12  # a receiver's eight reads and four look-ups, none of which waits for another
 _GETS_IN_FLIGHT = 8
 _LOOKUPS_IN_FLIGHT = 32
 _START_SECONDS = 300.0  # a busy machine needs minutes
@@ -75,8 +74,6 @@ class LMCacheStore(Store):
                 f"expected to start LMCache with {settings}, but {type(cause).__name__}: {cause}"
             ) from cause
         self._connecting = BoundedCalls(1, "droidkv-connect", keep_to_one_core)
-        # Reads that wait for a slow link must not keep a look-up from its answer.
-        self._lookups = BoundedCalls(_LOOKUP_THREADS, "droidkv-lookup-store", keep_to_one_core)
         self._is_lm = settings.scheme == "lm"
         self._lm_lock: asyncio.Lock | None = None
         self._max_pending_bytes = int(settings.max_local_cpu_gib * _GIB / 2)
@@ -116,7 +113,7 @@ class LMCacheStore(Store):
         loop = self._manager.loop
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(loop.stop)
-        for calls in (self._calls, self._lookups, self._connecting):
+        for calls in (self._calls, self._connecting):
             calls.stop(deadline_in(_STOP_SECONDS))
         _OPEN.discard(self)
 
@@ -157,14 +154,14 @@ class LMCacheStore(Store):
 
     def _count_leading(self, names: Sequence[ObjectName], deadline: float) -> int:
         self._require_open()
-        return self._lookups.call(partial(self._count_now, names, deadline), deadline)
+        return self._calls.call(partial(self._count_now, names, deadline), deadline)
 
     def _count_shared(self, names: Sequence[ObjectName], deadline: float) -> int:
         if self._remote is None:
             return self._count_leading(names, deadline)
         self._require_open()
         keys = [self._key(name) for name in names]
-        return self._lookups.call(partial(self._count_remote, keys, deadline), deadline)
+        return self._calls.call(partial(self._count_remote, keys, deadline), deadline)
 
     def _read(
         self, names: Sequence[ObjectName], deadline: float, lent: ExitStack
